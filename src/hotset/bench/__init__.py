@@ -1,0 +1,1 @@
+"""Benchmarks: random models by published shape, harness, rows."""

@@ -1,0 +1,1 @@
+"""From safetensors files to records."""

@@ -1,0 +1,1 @@
+"""Planning, policy and data: the standard library and numpy only, no torch."""

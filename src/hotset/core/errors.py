@@ -1,0 +1,56 @@
+"""The error tree. Knows messages, hints and exit codes; knows nothing about what failed.
+
+    HotsetError
+    +-- ConfigError      a flag, an environment variable or a parameter is wrong
+    +-- CheckpointError  files on disk are missing, damaged or not understood
+    +-- CapacityError    it does not fit: VRAM, host RAM, disk, context
+    +-- RequestError     one request is wrong; the engine goes on
+    +-- HardwareError    the machine lacks something or failed
+
+A user's mistake raises one of these; an `assert` is for our own bugs only.
+"""
+
+from __future__ import annotations
+
+
+class HotsetError(Exception):
+    """Base of all errors meant for a user.
+
+    Args:
+        message: what is wrong, the value and the limit, one sentence without a full stop.
+        hint: what to do next (a flag, a command); shown on its own line.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n\nhint: {self.hint}"
+
+
+class ConfigError(HotsetError):
+    """A setting is wrong: unknown name, bad value, two settings that exclude each other."""
+
+    exit_code = 2
+
+
+class CheckpointError(HotsetError):
+    """A checkpoint is missing, damaged, incomplete or in a form that is not understood."""
+
+
+class CapacityError(HotsetError):
+    """Something does not fit; the message has need, have and the flag to change."""
+
+    exit_code = 2
+
+
+class RequestError(HotsetError):
+    """One request is wrong or cannot be served; nothing else is affected."""
+
+
+class HardwareError(HotsetError):
+    """The machine lacks what is needed, or a device failed."""

@@ -1,0 +1,153 @@
+"""What a MoE model consists of, in numbers: expert shapes, gates, layers, resident bytes, KV bytes.
+
+Pure data. `models/` makes it from a meta-device model, `core/planner` and the kernels read it.
+Letters used everywhere: T tokens, K top-k, E experts, S slots, H model dim, I expert
+intermediate dim, L MoE layers, B batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from hotset.core.record import RecordLayout
+
+
+class GateForm(Enum):
+    """How the two halves of the first projection become one, with `a` the activation.
+
+    The letters g, u are the gate and the up half, L the limit, alpha and c constants of `Gate`.
+    """
+
+    NONE = "none"  # a(u): there is no gate (nemotron_h)
+    PLAIN = "plain"  # a(g) * u: most models
+    CLAMPED = "clamped"  # a(min(g, L)) * clamp(u, -L, L): deepseek_v4, glm5_next, hy_v4
+    SWIGLU_OAI = "swiglu_oai"  # min(g, L) * sigmoid(alpha * g) * (clamp(u, -L, L) + 1): gpt_oss
+    CLAMPED_AFTER = "clamped_after"  # min(a(g), L) * clamp(u, -L, L): step3p7
+    SOFTCAPPED = "softcapped"  # cg*tanh(g/cg) * sigmoid(g) * cu*tanh(u/cu): inkling2
+
+
+class Activation(Enum):
+    """Activations that the kernels know."""
+
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU2 = "relu2"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate form with its constants; the ones a form does not use stay 0.
+
+    Attributes:
+        form: see `GateForm`. In `SWIGLU_OAI` the clamped g also goes into the sigmoid.
+        activation: a() of the form; ignored by `SWIGLU_OAI` and `SOFTCAPPED`.
+        limit: L.
+        alpha: alpha of `SWIGLU_OAI`.
+        gate_cap, up_cap: cg and cu of `SOFTCAPPED`.
+    """
+
+    form: GateForm
+    activation: Activation = Activation.SILU
+    limit: float = 0.0
+    alpha: float = 0.0
+    gate_cap: float = 0.0
+    up_cap: float = 0.0
+
+    @property
+    def has_gate(self) -> bool:
+        return self.form is not GateForm.NONE
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """Shape, gate and record of the experts of one layer.
+
+    The first projection is stored as rows `[gate 0..I-1 | up 0..I-1]` of length H (only the I up
+    rows without a gate), whatever the checkpoint does (transposed, interleaved); the second as H
+    rows of length I. Record fields: `up` [2I or I, H], `down` [H, I], and with biases
+    `up_bias` [2I or I], `down_bias` [H].
+    """
+
+    hidden: int
+    intermediate: int
+    gate: Gate
+    has_bias: bool
+    dtype: str
+    layout: RecordLayout
+
+    @classmethod
+    def build(
+        cls, *, hidden: int, intermediate: int, gate: Gate, has_bias: bool, dtype: str
+    ) -> ExpertSpec:
+        """An unquantised expert; `dtype` is float32, bfloat16 or float16."""
+        rows = (2 if gate.has_gate else 1) * intermediate
+        specs: list[tuple[str, tuple[int, ...], str]] = [
+            ("up", (rows, hidden), dtype),
+            ("down", (hidden, intermediate), dtype),
+        ]
+        if has_bias:
+            specs += [("up_bias", (rows,), dtype), ("down_bias", (hidden,), dtype)]
+        return cls(hidden, intermediate, gate, has_bias, dtype, RecordLayout.build(specs))
+
+    @property
+    def record_bytes(self) -> int:
+        return self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class MoELayer:
+    """One MoE layer: its place in the module tree and its experts.
+
+    Attributes:
+        name: path of the experts module, e.g. `model.layers.3.mlp.experts`.
+        num_experts, top_k: E and K.
+        expert: what each of its experts looks like.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    expert: ExpertSpec
+
+
+@dataclass(frozen=True)
+class ModelGeometry:
+    """All that planning needs to know of a model.
+
+    Attributes:
+        model_type: transformers' name of the architecture.
+        dtype: compute dtype of the resident weights.
+        layers: the MoE layers, in the order of the module tree.
+        resident_bytes: parameters and buffers that stay in the module tree.
+        kv_bytes_per_token: KV-cache growth for one token of context, all layers together.
+        kv_fixed_bytes: cache that does not grow with the context (recurrent and conv states,
+            and sliding-window layers, which are counted at their full window).
+        hidden, vocab: model dimension and vocabulary size.
+        num_layers: decoder layers, MoE or not.
+        max_context: longest context the model was made for, tokens.
+        activation_bytes_per_token: largest transient of one token outside the experts.
+    """
+
+    model_type: str
+    dtype: str
+    layers: tuple[MoELayer, ...]
+    resident_bytes: int
+    kv_bytes_per_token: int
+    kv_fixed_bytes: int
+    hidden: int
+    vocab: int
+    num_layers: int
+    max_context: int
+    activation_bytes_per_token: int
+
+    @property
+    def num_records(self) -> int:
+        return sum(layer.num_experts for layer in self.layers)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all records together."""
+        return sum(layer.num_experts * layer.expert.record_bytes for layer in self.layers)

@@ -1,0 +1,53 @@
+"""Bytes as people write them, both ways. Knows nothing about what is measured."""
+
+from __future__ import annotations
+
+import re
+
+from hotset.core.errors import ConfigError
+
+_UNITS = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+GIB = 2**30
+MIB = 2**20
+
+
+def parse_bytes(text: str | int, *, name: str = "size") -> int:
+    """Turns `8GiB`, `500MB`, `1.5 GiB` or a plain count of bytes into bytes.
+
+    Raises:
+        ConfigError: not a number with a known unit. A bare number above 0 needs no unit.
+    """
+    if isinstance(text, int):
+        if text < 0:
+            raise ConfigError(f"`{name}` is {text}, it must not be negative")
+        return text
+    match = _SIZE.fullmatch(text)
+    unit = match.group(2).lower() if match else ""
+    if match is None or (unit and unit not in _UNITS):
+        raise ConfigError(
+            f"`{name}` is `{text}`, which is not a size",
+            hint="write a number and a unit: `8GiB`, `500MB`, `1.5GiB`",
+        )
+    return int(float(match.group(1)) * _UNITS[unit or "b"])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in the largest binary unit that keeps the number at 1 or more: `1.50 GiB`."""
+    sign, value = ("-", -num_bytes) if num_bytes < 0 else ("", num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{sign}{value:.0f} B" if unit == "B" else f"{sign}{value:.2f} {unit}"
+        value /= 1024
+    return f"{sign}{value:.2f} TiB"

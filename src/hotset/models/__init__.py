@@ -1,0 +1,1 @@
+"""The seam into transformers: stock models with their experts taken out of the module tree."""

@@ -1,4 +1,6 @@
-"""One expert's bytes: which fields lie where in its record. Knows offsets and sizes, not values or devices.
+"""One expert's bytes: which fields lie where in its record.
+
+Knows offsets and sizes, not values or devices.
 
 A *record* holds everything of one expert side by side, so that it has one address and
 moves as one copy. Every field starts at a multiple of `ALIGN_BYTES`, so that rows start on

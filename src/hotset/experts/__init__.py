@@ -1,1 +1,1 @@
-"""Where records are: the host arena, the VRAM slots, the address table, and the one place that copies."""
+"""Where records are: host arena, VRAM slots, address table, and the one place that copies."""

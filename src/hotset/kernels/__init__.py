@@ -1,1 +1,1 @@
-"""Every op twice: `reference` in plain torch is the specification, the Triton files are checked against it."""
+"""Every op twice: `reference` in plain torch is the specification; Triton is checked against it."""

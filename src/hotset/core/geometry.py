@@ -129,6 +129,10 @@ class ModelGeometry:
         num_layers: decoder layers, MoE or not.
         max_context: longest context the model was made for, tokens.
         activation_bytes_per_token: largest transient of one token outside the experts.
+        activation_bytes_per_context_token: the same for each token of the context (keys and
+            values expanded to all heads, where the attention does that).
+        activation_bytes_per_pair: the same for each pair of a token in the forward and a token of
+            its context (masks, attention scores where they are materialised).
     """
 
     model_type: str
@@ -142,6 +146,21 @@ class ModelGeometry:
     num_layers: int
     max_context: int
     activation_bytes_per_token: int
+    activation_bytes_per_context_token: int = 0
+    activation_bytes_per_pair: int = 0
+
+    def activation_bytes(self, num_tokens: int, context_tokens: int) -> int:
+        """Peak transient of one forward outside the experts.
+
+        Args:
+            num_tokens: new tokens in the forward.
+            context_tokens: tokens attended to, the new ones included.
+        """
+        return (
+            num_tokens * self.activation_bytes_per_token
+            + context_tokens * self.activation_bytes_per_context_token
+            + num_tokens * context_tokens * self.activation_bytes_per_pair
+        )
 
     @property
     def num_records(self) -> int:

@@ -1,0 +1,182 @@
+"""Which implementation of the expert ops runs, and the interface that both have.
+
+Knows devices and shapes. The choice between kernels depends on the token count alone, never on
+where a record lies: output bits depend on model, dtype, device, software and token shape only.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from hotset.core.errors import ConfigError
+from hotset.core.geometry import ExpertSpec
+from hotset.kernels import reference
+from hotset.kernels.grouping import Grouping, group_tokens
+
+CHOICES = ("reference", "triton")
+
+
+class Kernels(Protocol):
+    """The expert ops of one MoE layer. All tensors are contiguous and on one device."""
+
+    @property
+    def name(self) -> str:
+        """`reference` or `triton`."""
+
+    def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+        """Sorts routed pairs by expert, without a host synchronisation; see `grouping`."""
+
+    def expert_outputs(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
+        *,
+        grouping: Grouping | None = None,
+        out: torch.Tensor | None = None,
+        fill_E: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs each token's routed experts.
+
+        Args:
+            x_TH: [T, H] in the experts' dtype.
+            ids_TK: [T, K] integer expert ids; repeated ids are fine. Ids outside [0, E) are
+                padding: they read nothing and their rows of the result are zero.
+            address_E: int64 [E], address of each expert's record as this device sees it, a
+                multiple of 64. 0 means "not in this call": the rows of such an expert in a
+                given `out` are left untouched, in a fresh result they are zero.
+            spec: shape, gate and record layout of these experts.
+            grouping: `group(ids_TK, E)`, to share one between calls; made here otherwise.
+            out: FP32 [T, K, H] to write to; made here otherwise.
+            fill_E: int64 [E], address of a slot that shall get the expert's record as it is
+                read, 0 for none. Only experts that are routed to and have an address are
+                filled, all their fields exactly; bytes between fields may stay as they are. A
+                slot must not be what another expert of this call reads.
+
+        Returns:
+            FP32 [T, K, H], `out` if given.
+        """
+
+    def combine(
+        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[T, H]: sum over k, ascending, in FP32 of weights[t, k] * y[t, k], rounded once."""
+
+
+class ReferenceKernels:
+    """Plain torch; on a CPU this is what the engine runs."""
+
+    name = "reference"
+
+    def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+        return group_tokens(ids_TK, num_experts)
+
+    def expert_outputs(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
+        *,
+        grouping: Grouping | None = None,
+        out: torch.Tensor | None = None,
+        fill_E: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        check_inputs(x_TH, ids_TK, address_E, spec, out)
+        return reference.expert_outputs(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
+
+    def combine(
+        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return reference.combine(y_TKH, weights_TK, dtype)
+
+
+class TritonKernels:
+    """Triton; never waits for the device, so a step can be captured in a CUDA graph."""
+
+    name = "triton"
+
+    def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
+        return group_tokens(ids_TK, num_experts)
+
+    def expert_outputs(
+        self,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
+        *,
+        grouping: Grouping | None = None,
+        out: torch.Tensor | None = None,
+        fill_E: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from hotset.kernels.moe_decode import one_token
+        from hotset.kernels.moe_grouped import grouped
+
+        check_inputs(x_TH, ids_TK, address_E, spec, out)
+        if ids_TK.numel() == 0:
+            shape = (*ids_TK.shape, spec.hidden)
+            return x_TH.new_empty(shape, dtype=torch.float32) if out is None else out
+        if x_TH.shape[0] == 1:
+            return one_token(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
+        grouping = grouping or self.group(ids_TK, address_E.numel())
+        return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
+
+    def combine(
+        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        from hotset.kernels.combine import combine
+
+        assert y_TKH.is_contiguous() and weights_TK.is_contiguous()
+        return combine(y_TKH, weights_TK, dtype)
+
+
+def check_inputs(
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    address_E: torch.Tensor,
+    spec: ExpertSpec,
+    out: torch.Tensor | None,
+) -> None:
+    """Our own contract, on shapes only: what breaks it is a bug of the caller."""
+    num_tokens, top_k = ids_TK.shape
+    assert x_TH.shape == (num_tokens, spec.hidden), (x_TH.shape, spec.hidden)
+    assert x_TH.dtype == getattr(torch, spec.dtype), (x_TH.dtype, spec.dtype)
+    assert address_E.dtype == torch.int64 and address_E.ndim == 1
+    assert x_TH.is_contiguous() and ids_TK.is_contiguous() and address_E.is_contiguous()
+    if out is not None:
+        assert out.shape == (num_tokens, top_k, spec.hidden), out.shape
+        assert out.dtype == torch.float32 and out.is_contiguous()
+
+
+def select_kernels(device: torch.device, forced: str | None = None) -> Kernels:
+    """The kernels for a device: Triton on CUDA, the reference on a CPU, or the one forced.
+
+    Raises:
+        ConfigError: an unknown name; Triton forced on a CPU outside its interpreter, or on
+            CUDA inside it.
+    """
+    if forced is not None and forced not in CHOICES:
+        raise ConfigError(
+            f"there are no kernels called `{forced}`", hint=f"use one of {', '.join(CHOICES)}"
+        )
+    name = forced or ("triton" if device.type == "cuda" else "reference")
+    if name == "reference":
+        return ReferenceKernels()
+    from hotset.kernels import device as device_functions
+
+    interpreted = device_functions.is_interpreted(device_functions.round_to)
+    if interpreted and device.type == "cuda":
+        raise ConfigError(
+            "`TRITON_INTERPRET` is set, and Triton's interpreter cannot read a GPU's addresses",
+            hint="unset `TRITON_INTERPRET`",
+        )
+    if not interpreted and device.type != "cuda":
+        raise ConfigError(
+            f"`triton` kernels cannot run on the device `{device}`",
+            hint="use the `reference` kernels, or set `TRITON_INTERPRET=1` (for tests: very slow)",
+        )
+    return TritonKernels()

@@ -1,0 +1,226 @@
+"""One token: each routed expert's record is read once, wherever its address points.
+
+    u = W_up x (+ up_bias); h = round(gate(u)); y = W_down h (+ down_bias), sums in FP32
+
+Knows addresses, not where they lead, and nothing of the policy behind them. Products are summed
+in FP32 in a [rows, cols] accumulator and reduced once at the end (FMA form: with one token a
+tensor core would wait for bytes all the same, and this form reached 1.00 of the link's speed of
+light on an H200). With `FILL` what has been read is also written to the expert's slot.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hotset.core.geometry import ExpertSpec
+from hotset.kernels.device import (
+    apply_gate,
+    field_pointer,
+    gate_constants,
+    is_interpreted,
+    load_tile,
+    load_weights,
+    round_to,
+    up_rows,
+)
+from hotset.kernels.launch import ONE_TOKEN_DOWN, ONE_TOKEN_UP
+
+
+@triton.jit
+def _fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl.constexpr):
+    """Slot to fill, 0 for none. Of equal ids only the first fills: one writer for every byte."""
+    fill = tl.full((), 0, tl.int64)
+    if FILL:
+        other = tl.arange(0, CHOICES)
+        earlier = tl.load(ids_K + other, mask=other < choice, other=-1)
+        repeats = tl.sum((earlier == expert).to(tl.int32), 0)
+        fill = tl.where(repeats == 0, tl.load(fill_E + expert), fill)
+    return fill
+
+
+@triton.jit
+def _row_sums(
+    vector,
+    weights,
+    slot,
+    fill,
+    rows,
+    inside,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """Dot products of `rows` of a matrix of `COLUMNS` columns with `vector`: [ROWS] FP32."""
+    whole_cols: tl.constexpr = COLUMNS % COLS == 0
+    whole: tl.constexpr = WHOLE_ROWS and whole_cols
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    for first in range(0, COLUMNS, COLS):
+        cols = first + tl.arange(0, COLS)
+        offsets = rows[:, None] * COLUMNS + cols[None, :]
+        tile = inside[:, None] & (cols < COLUMNS)[None, :]
+        v = load_tile(vector + cols, cols < COLUMNS, whole_cols)
+        w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
+        acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _up_kernel(
+    x_H,
+    ids_K,
+    address_E,
+    fill_E,
+    h_KI,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    choice = tl.program_id(1)
+    expert = tl.load(ids_K + choice)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    record = tl.load(address_E + expert)
+    if record == 0:
+        return
+    dtype: tl.constexpr = x_H.dtype.element_ty
+    units: tl.constexpr = ROWS // 2 if GATED else ROWS
+    whole: tl.constexpr = INTER % units == 0
+    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+
+    first = tl.program_id(0) * units
+    rows, inside = up_rows(first, INTER, ROWS, GATED)
+    weights = field_pointer(record, WEIGHT, dtype)
+    slot = field_pointer(fill, WEIGHT, dtype)
+    u = _row_sums(x_H, weights, slot, fill, rows, inside, HIDDEN, ROWS, COLS, whole, FILL)
+    if HAS_BIAS:
+        bias = field_pointer(record, BIAS, dtype)
+        slot = field_pointer(fill, BIAS, dtype)
+        u += load_weights(bias, slot, rows, inside, fill, whole, FILL).to(tl.float32)
+    g = u
+    if GATED:
+        g, u = tl.split(tl.reshape(u, (units, 2)))
+    h = apply_gate(g, u, FORM, ACTIVATION, LIMIT, ALPHA, GATE_CAP, UP_CAP)
+    unit = first + tl.arange(0, units)
+    tl.store(h_KI + choice * INTER + unit, round_to(h, dtype, INTERPRET), mask=unit < INTER)
+
+
+@triton.jit
+def _down_kernel(
+    h_KI,
+    ids_K,
+    address_E,
+    fill_E,
+    y_KH,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    CHOICES: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FILL: tl.constexpr,
+    ZERO_ABSENT: tl.constexpr,
+):
+    choice = tl.program_id(1)
+    expert = tl.load(ids_K + choice)
+    real = (expert >= 0) & (expert < num_experts)
+    record = tl.load(address_E + expert, mask=real, other=0)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < HIDDEN
+    out = y_KH + choice * HIDDEN + rows
+    if record == 0:
+        zeroed = (real == 0) | ZERO_ABSENT
+        tl.store(out, tl.zeros((ROWS,), tl.float32), mask=inside & zeroed)
+        return
+    dtype: tl.constexpr = h_KI.dtype.element_ty
+    whole: tl.constexpr = HIDDEN % ROWS == 0
+    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+
+    h_I = h_KI + choice * INTER
+    weights = field_pointer(record, WEIGHT, dtype)
+    slot = field_pointer(fill, WEIGHT, dtype)
+    y = _row_sums(h_I, weights, slot, fill, rows, inside, INTER, ROWS, COLS, whole, FILL)
+    if HAS_BIAS:
+        bias = field_pointer(record, BIAS, dtype)
+        slot = field_pointer(fill, BIAS, dtype)
+        y += load_weights(bias, slot, rows, inside, fill, whole, FILL).to(tl.float32)
+    tl.store(out, y, mask=inside)
+
+
+def one_token(
+    x_1H: torch.Tensor,
+    ids_1K: torch.Tensor,
+    address_E: torch.Tensor,
+    spec: ExpertSpec,
+    *,
+    out: torch.Tensor | None = None,
+    fill_E: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Expert outputs of one token; see `dispatch.Kernels.expert_outputs`."""
+    choices, num_experts = ids_1K.numel(), address_E.numel()
+    hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
+    y_1KH = x_1H.new_empty(1, choices, hidden, dtype=torch.float32) if out is None else out
+    h_KI = x_1H.new_empty(choices, inter)
+    up, down = (table[x_1H.element_size()] for table in (ONE_TOKEN_UP, ONE_TOKEN_DOWN))
+    units = up.rows // 2 if gated else up.rows
+    offset = {field.name: field.offset for field in spec.layout.fields}
+    routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
+    shared = {
+        "HIDDEN": hidden,
+        "INTER": inter,
+        "CHOICES": triton.next_power_of_2(choices),
+        "HAS_BIAS": spec.has_bias,
+        "FILL": fill_E is not None,
+    }
+    _up_kernel[(triton.cdiv(inter, units), choices)](
+        x_1H,
+        *routed,
+        h_KI,
+        num_experts,
+        WEIGHT=offset["up"],
+        BIAS=offset.get("up_bias", 0),
+        ROWS=up.rows,
+        COLS=up.cols,
+        INTERPRET=is_interpreted(_up_kernel),
+        num_warps=up.warps,
+        num_stages=up.stages,
+        **shared,
+        **gate_constants(spec.gate),
+    )
+    _down_kernel[(triton.cdiv(hidden, down.rows), choices)](
+        h_KI,
+        *routed,
+        y_1KH,
+        num_experts,
+        WEIGHT=offset["down"],
+        BIAS=offset.get("down_bias", 0),
+        ROWS=down.rows,
+        COLS=down.cols,
+        ZERO_ABSENT=out is None,
+        num_warps=down.warps,
+        num_stages=down.stages,
+        **shared,
+    )
+    return y_1KH

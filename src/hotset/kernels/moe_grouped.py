@@ -1,0 +1,300 @@
+"""Two tokens or more: a grouped GEMM over pairs sorted by expert, weights through addresses.
+
+    u = W_up x (+ up_bias); h = round(gate(u)); y = W_down h (+ down_bias), sums in FP32
+
+One source for batches of decode and for prompts: a block holds 16 to 128 pairs of one expert, so
+a small batch reads each record tile once and a prompt runs as a tiled GEMM. The dot form serves
+small batches too: a tensor core takes 16 tokens in the time of one, while accumulators of an FMA
+form grow with the tokens. Knows addresses, not where they lead; an address of 0 is skipped, so
+a ring of staging buffers calls this once for each group of experts, into one `out`.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from hotset.core.geometry import ExpertSpec
+from hotset.kernels.device import (
+    apply_gate,
+    dot_rows,
+    field_pointer,
+    gate_constants,
+    is_interpreted,
+    load_tile,
+    load_weights,
+    round_to,
+    up_rows,
+)
+from hotset.kernels.grouping import Grouping
+from hotset.kernels.launch import GROUPED, Tile, grouped_stages, shared_memory_bytes
+
+
+@triton.jit
+def _block_and_tile(num_blocks, NUM_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(token block, row tile) of this program.
+
+    Programs run through `GROUP` token blocks before they go on to the next row tile, so that
+    the blocks of one expert find its weights in L2; with GROUP = 1 row tiles come first.
+    """
+    program = tl.program_id(0)
+    group = program // (GROUP * NUM_TILES)
+    first = group * GROUP
+    size = tl.minimum(num_blocks - first, GROUP)
+    within = program % (GROUP * NUM_TILES)
+    return first + within % size, within // size
+
+
+@triton.jit
+def _pairs(order_N, bounds, start, expert, TOKENS: tl.constexpr):
+    """(places, pairs, which exist) of the block that begins at place `start` of `order_N`."""
+    place = start + tl.arange(0, TOKENS)
+    live = place < tl.load(bounds + expert + 1)
+    return place, tl.load(order_N + place, mask=live, other=0), live
+
+
+@triton.jit
+def _fill_address(fill_E, bounds, start, expert, FILL: tl.constexpr):
+    """Slot to fill, 0 for none. Only an expert's first block fills: one writer for every byte."""
+    fill = tl.full((), 0, tl.int64)
+    if FILL:
+        opens = start == tl.load(bounds + expert)
+        fill = tl.where(opens, tl.load(fill_E + expert), fill)
+    return fill
+
+
+@triton.jit
+def _products(
+    vectors,
+    weights,
+    slot,
+    fill,
+    rows,
+    inside,
+    COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Products of token vectors (pointers [TOKENS]) with `rows` of a matrix of `COLUMNS` columns.
+
+    Returns [TOKENS, ROWS] FP32. Columns beyond the matrix are zero on both sides: a stray NaN
+    beside the matrix must not meet a zero.
+    """
+    whole_cols: tl.constexpr = COLUMNS % COLS == 0
+    whole: tl.constexpr = WHOLE_ROWS and whole_cols
+    acc = tl.zeros((TOKENS, ROWS), tl.float32)
+    for first in range(0, COLUMNS, COLS):
+        cols = first + tl.arange(0, COLS)
+        offsets = rows[:, None] * COLUMNS + cols[None, :]
+        tile = inside[:, None] & (cols < COLUMNS)[None, :]
+        v = load_tile(vectors[:, None] + cols[None, :], (cols < COLUMNS)[None, :], whole_cols)
+        w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
+        acc = dot_rows(v, w, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _up_kernel(
+    x_TH,
+    order_N,
+    bounds,
+    block_expert,
+    block_start,
+    address_E,
+    fill_E,
+    h_NI,
+    num_blocks,
+    num_experts,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    FORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    dtype: tl.constexpr = x_TH.dtype.element_ty
+    units: tl.constexpr = ROWS // 2 if GATED else ROWS
+    whole: tl.constexpr = INTER % units == 0
+    block, tile = _block_and_tile(num_blocks, (INTER + units - 1) // units, GROUP)
+    expert = tl.load(block_expert + block)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    record = tl.load(address_E + expert)
+    if record == 0:
+        return
+    start = tl.load(block_start + block)
+    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    fill = _fill_address(fill_E, bounds, start, expert, FILL)
+
+    rows, inside = up_rows(tile * units, INTER, ROWS, GATED)
+    weights = field_pointer(record, WEIGHT, dtype)
+    slot = field_pointer(fill, WEIGHT, dtype)
+    x_T = x_TH + (pair // TOP_K).to(tl.int64) * HIDDEN
+    u = _products(
+        x_T, weights, slot, fill, rows, inside, HIDDEN, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+    )
+    if HAS_BIAS:
+        bias = field_pointer(record, BIAS, dtype)
+        slot = field_pointer(fill, BIAS, dtype)
+        bias = load_weights(bias, slot, rows, inside, fill, whole, FILL)
+        u += bias.to(tl.float32)[None, :]
+    g = u
+    if GATED:
+        g, u = tl.split(tl.reshape(u, (TOKENS, units, 2)))
+    h = apply_gate(g, u, FORM, ACTIVATION, LIMIT, ALPHA, GATE_CAP, UP_CAP)
+    unit = tile * units + tl.arange(0, units)
+    out = h_NI + place.to(tl.int64)[:, None] * INTER + unit[None, :]
+    tl.store(out, round_to(h, dtype, INTERPRET), mask=live[:, None] & (unit < INTER)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    h_NI,
+    order_N,
+    bounds,
+    block_expert,
+    block_start,
+    address_E,
+    fill_E,
+    y_NH,
+    num_blocks,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    INTER: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    FILL: tl.constexpr,
+    ZERO_ABSENT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    dtype: tl.constexpr = h_NI.dtype.element_ty
+    whole: tl.constexpr = HIDDEN % ROWS == 0
+    block, tile = _block_and_tile(num_blocks, (HIDDEN + ROWS - 1) // ROWS, GROUP)
+    expert = tl.load(block_expert + block)
+    if expert < 0:
+        return
+    record = tl.load(address_E + expert, mask=expert < num_experts, other=0)
+    start = tl.load(block_start + block)
+    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    inside = rows < HIDDEN
+    out = y_NH + pair.to(tl.int64)[:, None] * HIDDEN + rows[None, :]
+    stored = live[:, None] & inside[None, :]
+    if record == 0:
+        zeroed = (expert == num_experts) | ZERO_ABSENT
+        tl.store(out, tl.zeros((TOKENS, ROWS), tl.float32), mask=stored & zeroed)
+        return
+    fill = _fill_address(fill_E, bounds, start, expert, FILL)
+
+    weights = field_pointer(record, WEIGHT, dtype)
+    slot = field_pointer(fill, WEIGHT, dtype)
+    h_T = h_NI + tl.where(live, place, start).to(tl.int64) * INTER
+    y = _products(
+        h_T, weights, slot, fill, rows, inside, INTER, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+    )
+    if HAS_BIAS:
+        bias = field_pointer(record, BIAS, dtype)
+        slot = field_pointer(fill, BIAS, dtype)
+        bias = load_weights(bias, slot, rows, inside, fill, whole, FILL)
+        y += bias.to(tl.float32)[None, :]
+    tl.store(out, y, mask=stored)
+
+
+def grouped(
+    x_TH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    address_E: torch.Tensor,
+    spec: ExpertSpec,
+    *,
+    grouping: Grouping,
+    out: torch.Tensor | None = None,
+    fill_E: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Expert outputs of any number of tokens; see `dispatch.Kernels.expert_outputs`."""
+    (num_tokens, top_k), num_experts = ids_TK.shape, address_E.numel()
+    hidden, inter = spec.hidden, spec.intermediate
+    y_TKH = out
+    if y_TKH is None:
+        y_TKH = x_TH.new_empty(num_tokens, top_k, hidden, dtype=torch.float32)
+    h_NI = x_TH.new_empty(num_tokens * top_k, inter)
+    tile = GROUPED[x_TH.element_size(), grouping.block_tokens]
+    units = tile.rows // 2 if spec.gate.has_gate else tile.rows
+    offset = {field.name: field.offset for field in spec.layout.fields}
+    blocks = (
+        grouping.order_N,
+        grouping.bounds,
+        grouping.block_expert_B,
+        grouping.block_start_B,
+        address_E,
+        address_E if fill_E is None else fill_E,
+    )
+    shared = {
+        "HIDDEN": hidden,
+        "INTER": inter,
+        "HAS_BIAS": spec.has_bias,
+        "FILL": fill_E is not None,
+        **_launch_constants(tile, grouping.block_tokens, x_TH),
+    }
+    _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
+        x_TH,
+        *blocks,
+        h_NI,
+        grouping.num_blocks,
+        num_experts,
+        TOP_K=top_k,
+        WEIGHT=offset["up"],
+        BIAS=offset.get("up_bias", 0),
+        **shared,
+        **gate_constants(spec.gate),
+    )
+    _down_kernel[(grouping.num_blocks * triton.cdiv(hidden, tile.rows),)](
+        h_NI,
+        *blocks,
+        y_TKH,
+        grouping.num_blocks,
+        num_experts,
+        WEIGHT=offset["down"],
+        BIAS=offset.get("down_bias", 0),
+        ZERO_ABSENT=out is None,
+        **shared,
+    )
+    return y_TKH
+
+
+def _launch_constants(tile: Tile, block_tokens: int, x_TH: torch.Tensor) -> dict[str, Any]:
+    limit = shared_memory_bytes(x_TH.device)
+    return {
+        "TOKENS": block_tokens,
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "GROUP": tile.group,
+        "INTERPRET": is_interpreted(_up_kernel),
+        "num_warps": tile.warps,
+        "num_stages": grouped_stages(tile, block_tokens, x_TH.element_size(), limit),
+    }

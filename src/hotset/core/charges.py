@@ -1,0 +1,265 @@
+"""What is charged to a plan: each line's bytes as a function of the sizes, and why.
+
+Knows formulas and the reserves that no formula gives; knows no budget and chooses nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hotset.core.geometry import ModelGeometry, MoELayer
+from hotset.core.plan import Line
+from hotset.core.record import DTYPE_BYTES, align_up
+from hotset.core.slot_split import SlotSplit
+from hotset.core.units import GIB, MIB, format_bytes
+
+# What a CUDA context and the kernels loaded into it take before the first allocation. Not
+# allocated by us, but part of what a user sees the process take.
+CUDA_CONTEXT_BYTES = 512 * MIB
+
+# Left free on the device: library workspaces (cuBLAS: 32 MiB a handle on Hopper), kernels loaded
+# late, and what a desktop or another process takes after the plan was made.
+HEADROOM_BYTES = 256 * MIB
+
+# What is allocated and freed while running (cache and workspaces, not weights or slots) is
+# rounded up by the allocator and leaves holes: one part in this many is kept for it.
+HEADROOM_PART = 10
+
+# Left free on the host: Python's heap, tokenizer, page tables (8 bytes per 4 KiB page, 2 MiB a
+# GiB where huge pages cannot be had), what the CUDA driver keeps on the host's side.
+HOST_HEADROOM_BYTES = 512 * MIB
+
+# The loader's promise: anonymous memory beside the arena (and the resident weights on a CPU).
+LOADER_BYTES = 2 * GIB
+
+# Sampling holds one row of logits a few times: as computed (4), in float32 (4), sorted (4) with
+# indices (8), probabilities (4), their running sum (4).
+SAMPLING_BYTES_PER_LOGIT = 28
+
+# Grouping tokens by expert takes, per token and routed expert: id (8) and weight (4) as routed,
+# sort key, sorted keys and order (8 each, the order once more in 4), a mask (1), and the tables
+# of blocks (40 at one pair a block), rounded up.
+ROUTING_BYTES_PER_CHOICE = 96
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the planner chooses; everything that is charged follows from these four."""
+
+    num_slots: int
+    staging_records: int
+    context_tokens: int
+    prefill_chunk: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that one part of a forward needs beside weights, slots and cache.
+
+    With T tokens in the forward and C of context, these included:
+    `fixed + per_token * T + per_context_token * C + per_pair * T * C`. Everything that
+    allocates on the device declares one. Those of one name are one line.
+    """
+
+    name: str
+    note: str
+    fixed_bytes: int = 0
+    bytes_per_token: int = 0
+    bytes_per_context_token: int = 0
+    bytes_per_pair: int = 0
+
+    def num_bytes(self, sizes: Sizes) -> int:
+        """Bytes for the largest prefill chunk at the end of the longest context."""
+        tokens, context = sizes.prefill_chunk, sizes.context_tokens
+        return (
+            self.fixed_bytes
+            + self.bytes_per_token * tokens
+            + self.bytes_per_context_token * context
+            + self.bytes_per_pair * tokens * context
+        )
+
+
+def model_workspaces(geometry: ModelGeometry) -> tuple[Workspace, ...]:
+    """What the stock modules of the model need, as the geometry says."""
+    return (
+        Workspace(
+            "activations",
+            "largest chunk outside the experts, and one row of logits being sampled",
+            fixed_bytes=geometry.vocab * SAMPLING_BYTES_PER_LOGIT,
+            bytes_per_token=geometry.activation_bytes_per_token,
+        ),
+        Workspace(
+            "attention workspace",
+            "masks, scores where attention is not fused, keys and values expanded to all heads",
+            bytes_per_context_token=geometry.activation_bytes_per_context_token,
+            bytes_per_pair=geometry.activation_bytes_per_pair,
+        ),
+    )
+
+
+def expert_workspace(layers: Sequence[MoELayer], kernels: str) -> Workspace:
+    """What the expert kernels need, for the layer that needs most."""
+    formula = _reference_bytes if kernels == "reference" else _triton_bytes
+    per_layer = [formula(layer) for layer in layers]
+    return Workspace(
+        "expert workspace",
+        f"`{kernels}` kernels: per-choice outputs in float32, grouping by expert",
+        fixed_bytes=max(fixed for fixed, _ in per_layer),
+        bytes_per_token=max(per_token for _, per_token in per_layer),
+    )
+
+
+def _triton_bytes(layer: MoELayer) -> tuple[int, int]:
+    """Fixed, and per token: `y` [K, H] in float32, `h` [K, I] and the output [H] in the model's
+    dtype, and the grouping."""
+    expert, size = layer.expert, DTYPE_BYTES[layer.expert.dtype]
+    y = 4 * layer.top_k * expert.hidden
+    h = size * layer.top_k * expert.intermediate
+    return 0, y + h + size * expert.hidden + ROUTING_BYTES_PER_CHOICE * layer.top_k
+
+
+def _reference_bytes(layer: MoELayer) -> tuple[int, int]:
+    """Fixed: one record as read, and its weights in float32. Per token: `y` [K, H]; for the
+    tokens of one expert the input twice [2H], both halves of the first projection [2I], the gate
+    and its steps [5I], the output [H]; the sum [H], all in float32; and the grouping."""
+    expert = layer.expert
+    floats = layer.top_k * expert.hidden + 4 * expert.hidden + 7 * expert.intermediate
+    fixed = expert.record_bytes + 4 * _num_elements(layer)
+    return fixed, 4 * floats + ROUTING_BYTES_PER_CHOICE * layer.top_k
+
+
+def _num_elements(layer: MoELayer) -> int:
+    """Elements of one expert, padding of the record included."""
+    return layer.expert.record_bytes // DTYPE_BYTES[layer.expert.dtype]
+
+
+class Charges:
+    """All lines of a plan as functions of `Sizes`.
+
+    `device_bytes` is the cheap form for searching; `device_lines` and `host_lines` are the same
+    numbers with their notes.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        *,
+        device: str,
+        kernels: str,
+        workspaces: Sequence[Workspace] = (),
+    ) -> None:
+        self.geometry = geometry
+        self.on_cuda = device == "cuda"
+        self.split = SlotSplit(geometry.layers)
+        self.largest_record = max(layer.expert.record_bytes for layer in geometry.layers)
+        self.workspaces = (
+            *model_workspaces(geometry),
+            expert_workspace(geometry.layers, kernels),
+            *workspaces,
+        )
+
+    def workspace_bytes(self, sizes: Sizes) -> int:
+        return sum(workspace.num_bytes(sizes) for workspace in self.workspaces)
+
+    def device_bytes(self, sizes: Sizes) -> int:
+        """Total of the device side."""
+        return sum(line.num_bytes for line in self._device(sizes))
+
+    def device_lines(self, sizes: Sizes) -> tuple[Line, ...]:
+        """The device side. On a CPU it lies in host memory."""
+        return tuple(self._device(sizes))
+
+    def host_bytes(self, sizes: Sizes) -> int:
+        """Total of the host side."""
+        return sum(line.num_bytes for line in self._host(sizes))
+
+    def host_lines(self, sizes: Sizes) -> tuple[Line, ...]:
+        """The host side's charged lines."""
+        return tuple(self._host(sizes))
+
+    def _device(self, sizes: Sizes) -> Iterator[Line]:
+        geometry, split = self.geometry, self.split
+        yield Line("resident weights", geometry.resident_bytes, "all that is not a routed expert")
+        yield Line(
+            "slots",
+            split.num_bytes(sizes.num_slots),
+            f"{sizes.num_slots} of {split.most} experts",
+        )
+        # address[L, E] and host_address[L, E], int64.
+        yield Line("expert tables", 16 * geometry.num_records, "two addresses for each expert")
+        yield Line(
+            "staging ring",
+            sizes.staging_records * self.largest_record,
+            f"{sizes.staging_records} records in flight in prefill",
+        )
+        yield from self._cache(sizes.context_tokens)
+        yield from self._workspace_lines(sizes)
+        yield Line("graph pools", 0, "decode runs without CUDA graphs")
+        if self.on_cuda:
+            yield Line("CUDA context", CUDA_CONTEXT_BYTES, "the driver's, and loaded kernels")
+            yield Line("headroom", HEADROOM_BYTES + self._churn(sizes), _headroom_note())
+
+    def _host(self, sizes: Sizes) -> Iterator[Line]:
+        geometry = self.geometry
+        yield Line("expert arena", self.arena_bytes, f"{geometry.num_records} records")
+        if not self.on_cuda:
+            total = self.device_bytes(sizes)
+            yield Line("device side", total, "on a CPU it lies in host memory")
+        yield Line("loading", self.loading_bytes, "tensors on their way from the files")
+        churn = 0 if self.on_cuda else self._churn(sizes)
+        yield Line("host headroom", HOST_HEADROOM_BYTES + churn, "interpreter, tokenizer, driver")
+
+    @property
+    def arena_bytes(self) -> int:
+        """All records side by side, in whole pages."""
+        return align_up(self.geometry.expert_bytes, mmap.PAGESIZE)
+
+    @property
+    def loading_bytes(self) -> int:
+        """Anonymous memory while loading: the loader's promise, or less for a small model, which
+        cannot have more in flight than its resident weights and four experts in float32."""
+        record = max(_num_elements(layer) * 4 for layer in self.geometry.layers)
+        return min(LOADER_BYTES, self.geometry.resident_bytes + 4 * record)
+
+    def cache_bytes(self, context_tokens: int) -> int:
+        """KV cache of one sequence of that length."""
+        geometry = self.geometry
+        return geometry.kv_bytes_per_token * context_tokens + geometry.kv_fixed_bytes
+
+    def bytes_per_context_token(self, prefill_chunk: int) -> int:
+        """Cache and workspaces that one more token of context takes."""
+        return self.geometry.kv_bytes_per_token + sum(
+            workspace.bytes_per_context_token + workspace.bytes_per_pair * prefill_chunk
+            for workspace in self.workspaces
+        )
+
+    def _cache(self, context_tokens: int) -> Iterator[Line]:
+        yield Line("KV cache", self.cache_bytes(context_tokens), f"{context_tokens} tokens")
+        # The cache grows by concatenation, layer by layer, keys and values in turn: while one is
+        # copied, the old one is still there. An average layer's both are charged; where only
+        # every fourth layer grows, one layer's keys are twice that, and headroom has the rest.
+        growing = self.geometry.kv_bytes_per_token * context_tokens
+        yield Line(
+            "KV growth",
+            -(-growing // self.geometry.num_layers),
+            "one layer's cache twice while it is extended",
+        )
+
+    def _workspace_lines(self, sizes: Sizes) -> Iterator[Line]:
+        lines: dict[str, Line] = {}
+        for workspace in self.workspaces:
+            before = lines.get(workspace.name, Line(workspace.name, 0, workspace.note))
+            num_bytes = before.num_bytes + workspace.num_bytes(sizes)
+            lines[workspace.name] = Line(workspace.name, num_bytes, before.note)
+        yield from lines.values()
+
+    def _churn(self, sizes: Sizes) -> int:
+        """Room for rounding and holes in what comes and goes."""
+        moving = self.cache_bytes(sizes.context_tokens) + self.workspace_bytes(sizes)
+        return moving // HEADROOM_PART
+
+
+def _headroom_note() -> str:
+    return f"{format_bytes(HEADROOM_BYTES)} and a tenth of cache and workspaces"

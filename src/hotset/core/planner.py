@@ -1,0 +1,188 @@
+"""Makes one memory plan from a model's geometry, a machine and a request. Pure, and the only place.
+
+Everything that must be there is charged first, the worst prefill chunk and the longest context
+included; slots get what is left. What a user set is in the plan as it was set, or the plan does
+not fit; what was left to auto is stated with its reason. A plan is always returned, and says in
+`problems` what is wrong with it. Costs are in `charges`, the auto rules in `sizing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hotset.core.charges import Charges, Sizes, Workspace
+from hotset.core.geometry import ModelGeometry
+from hotset.core.hardware import HostMemory, Machine
+from hotset.core.plan import Choice, Line, MemoryPlan, Side
+from hotset.core.refusal import Refusal
+from hotset.core.sizing import Budgets, PlanRequest, choose_sizes, least_sizes
+from hotset.core.units import format_bytes
+
+__all__ = ["PlanRequest", "Workspace", "make_plan"]
+
+
+def make_plan(
+    geometry: ModelGeometry,
+    machine: Machine,
+    request: PlanRequest,
+    *,
+    workspaces: Sequence[Workspace] = (),
+) -> MemoryPlan:
+    """Plans device and host memory.
+
+    Args:
+        geometry: the model, with at least one MoE layer.
+        machine: what there is.
+        request: what was asked; `None` fields are chosen here.
+        workspaces: what backends allocate on the device beyond what the planner knows by itself
+            (the stock modules and the expert kernels).
+
+    Returns:
+        A plan; `require_fit` raises where it cannot be carried out.
+    """
+    kernels = request.kernels or ("triton" if machine.device == "cuda" else "reference")
+    charges = Charges(geometry, device=machine.device, kernels=kernels, workspaces=workspaces)
+    budgets = Budgets.of(machine, request)
+    sizes = choose_sizes(charges, request, budgets)
+    problems = Refusal(charges, machine, request, budgets).problems()
+    return MemoryPlan(
+        device=_device_side(charges, sizes, budgets, request, machine),
+        host=_host_side(charges, sizes, budgets, request, machine.host),
+        slots_per_layer=charges.split.per_layer(sizes.num_slots),
+        pools=charges.split.pools(sizes.num_slots),
+        staging_records=sizes.staging_records,
+        context_tokens=sizes.context_tokens,
+        prefill_chunk=sizes.prefill_chunk,
+        choices=tuple(_choices(charges, sizes, budgets, request, machine)),
+        warnings=() if problems else tuple(_warnings(charges, sizes, machine)),
+        problems=problems,
+    )
+
+
+def _device_side(
+    charges: Charges, sizes: Sizes, budgets: Budgets, request: PlanRequest, machine: Machine
+) -> Side:
+    return Side(charges.device_lines(sizes), budgets.device_bytes, _vram_reason(request, machine))
+
+
+def _host_side(
+    charges: Charges, sizes: Sizes, budgets: Budgets, request: PlanRequest, host: HostMemory
+) -> Side:
+    lines = charges.host_lines(sizes)
+    arena = charges.arena_bytes
+    resident = 0 if charges.on_cuda else charges.geometry.resident_bytes
+    facts = [
+        Line(
+            "page-locked",
+            arena if charges.on_cuda else 0,
+            "of which registered with the driver",
+            charged=False,
+        ),
+        Line(
+            "loader peak",
+            arena + resident + charges.loading_bytes,
+            "most while loading" + ("" if charges.on_cuda else ", resident weights included"),
+            charged=False,
+        ),
+    ]
+    if host.cgroup_limit_bytes is not None:
+        facts.append(
+            Line("container limit", host.cgroup_limit_bytes, "of this process", charged=False)
+        )
+    if host.memlock_limit_bytes is not None:
+        facts.append(Line("memlock limit", host.memlock_limit_bytes, "`ulimit -l`", charged=False))
+    return Side((*lines, *facts), budgets.host_bytes, _ram_reason(request, host))
+
+
+def _choices(
+    charges: Charges, sizes: Sizes, budgets: Budgets, request: PlanRequest, machine: Machine
+) -> Iterator[Choice]:
+    used = charges.device_bytes(sizes)
+    vram = used if budgets.device_bytes is None else budgets.device_bytes
+    yield Choice("vram", "bytes", request.vram_bytes, vram, _vram_reason(request, machine))
+    ram_reason = _ram_reason(request, machine.host)
+    yield Choice("ram", "bytes", request.ram_bytes, budgets.host_bytes, ram_reason)
+    yield Choice(
+        "context",
+        "tokens",
+        request.context_tokens,
+        sizes.context_tokens,
+        _context_reason(charges, sizes, request),
+    )
+    yield Choice(
+        "prefill chunk",
+        "tokens",
+        request.prefill_chunk,
+        sizes.prefill_chunk,
+        "as set" if request.prefill_chunk is not None else "by what its workspaces take",
+    )
+    slots = _slots_reason(charges, sizes, budgets)
+    yield Choice("slots", "slots", None, sizes.num_slots, slots)
+    yield Choice(
+        "staging records", "records", None, sizes.staging_records, _ring_reason(charges, sizes)
+    )
+
+
+def _vram_reason(request: PlanRequest, machine: Machine) -> str:
+    if request.vram_bytes is not None:
+        return "as set"
+    if machine.device == "cpu":
+        return "no limit of its own on a CPU, and no slots"
+    return "what is free, and the CUDA context"
+
+
+def _ram_reason(request: PlanRequest, host: HostMemory) -> str:
+    if request.ram_bytes is not None:
+        return "as set"
+    if host.cgroup_limit_bytes is None:
+        return "what is available"
+    return "what is available, no more than the container leaves"
+
+
+def _context_reason(charges: Charges, sizes: Sizes, request: PlanRequest) -> str:
+    if request.context_tokens is not None:
+        return "as set"
+    if sizes.context_tokens == charges.geometry.max_context:
+        return "the model's longest"
+    if sizes.context_tokens == least_sizes(charges, request).context_tokens:
+        return "the least that auto gives"
+    return "its cache takes a share beside the slots"
+
+
+def _slots_reason(charges: Charges, sizes: Sizes, budgets: Budgets) -> str:
+    geometry = charges.geometry
+    dense = geometry.num_layers - len(geometry.layers)
+    where = f"{len(geometry.layers)} MoE layers"
+    if dense > 0:
+        where += f", {dense} of {geometry.num_layers} layers have no experts"
+    if budgets.device_bytes is None:
+        return f"none on a CPU without `--vram` ({where})"
+    if sizes.num_slots == charges.split.most:
+        return f"one for every expert ({where})"
+    return f"what is left for {charges.split.most} experts ({where})"
+
+
+def _ring_reason(charges: Charges, sizes: Sizes) -> str:
+    if not charges.on_cuda:
+        return "a CPU reads experts where they are"
+    if sizes.num_slots == charges.split.most:
+        return "no expert is missing"
+    return "two groups, one in flight while the other is computed"
+
+
+def _warnings(charges: Charges, sizes: Sizes, machine: Machine) -> Iterator[str]:
+    if not charges.on_cuda:
+        return
+    pinned, memlock = charges.arena_bytes, machine.host.memlock_limit_bytes
+    if memlock is not None and memlock < pinned:
+        yield (
+            f"{format_bytes(pinned)} of host memory will be page-locked, the memlock limit is "
+            f"{format_bytes(memlock)}; native Linux does not hold CUDA to it, some containers and "
+            "WSL2 do: should it fail, use `ulimit -l unlimited`, or with docker "
+            "`--ulimit memlock=-1`"
+        )
+    if sizes.num_slots == 0:
+        yield (
+            "no expert has a slot, every one is read over the link: a larger `--vram` or a "
+            "smaller `--context` makes room"
+        )

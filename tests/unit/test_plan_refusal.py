@@ -1,0 +1,165 @@
+"""Plans that cannot be carried out: the exact words, and values that then do work."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from plan_fakes import cpu, gpu, qwen3_30b, t0, t1
+
+from hotset.core.errors import CapacityError
+from hotset.core.planner import PlanRequest, make_plan
+from hotset.core.units import GIB, MIB, parse_bytes
+
+
+def suggested(text: str, flag: str) -> str:
+    """The value that a hint gives for a flag."""
+    found = re.search(rf"`{flag} (\w+)`", text)
+    assert found, f"no value for {flag} in: {text}"
+    return found.group(1)
+
+
+def test_budget_below_the_dense_weights() -> None:
+    """MB-05: exit code 2, the sum item by item, the least that works, flags to change."""
+    request = PlanRequest(vram_bytes=90_000, context_tokens=64, prefill_chunk=16)
+    with pytest.raises(CapacityError) as caught:
+        make_plan(t1(), cpu(), request).require_fit()
+    assert caught.value.exit_code == 2
+    assert caught.value.message == (
+        "`--vram` is 87.89 KiB, the least that works is 603.03 KiB with 0 slots: "
+        "resident weights 97.66 KiB + expert tables 768 B + KV cache 48.00 KiB + "
+        "KV growth 16.00 KiB + activations 22.62 KiB + attention workspace 4.00 KiB + "
+        "expert workspace 414.00 KiB"
+    )
+    assert caught.value.hint == "use `--vram 1MiB`"
+
+
+def test_budget_of_dense_weights_and_one_expert() -> None:
+    """MB-05: not rounded up to a floor of its own, refused with the number that works."""
+    model = t1()
+    budget = model.resident_bytes + 98_304
+    request = PlanRequest(vram_bytes=budget, context_tokens=64)
+    (problem,) = make_plan(model, cpu(), request).problems
+    assert (problem.flag, problem.have) == ("--vram", budget)
+    works = replace(request, vram_bytes=problem.need)
+    assert make_plan(model, cpu(), works).require_fit().num_slots == 0
+    assert not make_plan(model, cpu(), replace(works, vram_bytes=problem.need - 1)).fits
+
+
+def test_sizes_that_read_the_same_are_given_in_bytes() -> None:
+    request = PlanRequest(vram_bytes=1, context_tokens=64)
+    need = make_plan(t1(), cpu(), request).problems[0].need
+    (problem,) = make_plan(t1(), cpu(), replace(request, vram_bytes=need - 1)).problems
+    assert f"`--vram` is {need - 1} bytes, the least that works is {need} bytes" in problem.message
+
+
+@pytest.mark.parametrize("machine", [cpu(), gpu()], ids=["cpu", "cuda"])
+def test_every_suggested_value_works(machine) -> None:
+    """Each of three flags alone mends the plan; one token more does not."""
+    request = PlanRequest(vram_bytes=5 * GIB, context_tokens=20_480, prefill_chunk=512)
+    (problem,) = make_plan(qwen3_30b(), machine, request).problems
+    vram = parse_bytes(suggested(problem.hint, "--vram"))
+    assert make_plan(qwen3_30b(), machine, replace(request, vram_bytes=vram)).fits
+    context = int(suggested(problem.hint, "--context"))
+    assert make_plan(qwen3_30b(), machine, replace(request, context_tokens=context)).fits
+    assert not make_plan(qwen3_30b(), machine, replace(request, context_tokens=context + 1)).fits
+
+    request = replace(request, vram_bytes=1, prefill_chunk=8192)
+    least = make_plan(qwen3_30b(), machine, request).problems[0].need
+    request = replace(request, vram_bytes=least - MIB)
+    (problem,) = make_plan(qwen3_30b(), machine, request).problems
+    chunk = int(suggested(problem.hint, "--prefill-chunk"))
+    assert make_plan(qwen3_30b(), machine, replace(request, prefill_chunk=chunk)).fits
+    assert not make_plan(qwen3_30b(), machine, replace(request, prefill_chunk=chunk + 1)).fits
+
+
+def test_a_shorter_context_takes_a_longer_chunk_with_it() -> None:
+    request = PlanRequest(vram_bytes=5 * GIB, context_tokens=20_480, prefill_chunk=8192)
+    (problem,) = make_plan(qwen3_30b(), gpu(), request).problems
+    found = re.search(r"`--context (\d+) --prefill-chunk (\d+)`", problem.hint)
+    assert found
+    context, chunk = map(int, found.groups())
+    assert context == chunk
+    works = replace(request, context_tokens=context, prefill_chunk=chunk)
+    assert make_plan(qwen3_30b(), gpu(), works).fits
+
+
+def test_card_that_is_too_small_for_any_setting() -> None:
+    with pytest.raises(CapacityError) as caught:
+        make_plan(qwen3_30b(), gpu(free=2 * GIB), PlanRequest()).require_fit()
+    assert caught.value.message.startswith(
+        "`a GPU` has 2.50 GiB to give, the least that works is 3.87 GiB with 0 slots: "
+        "resident weights 2.87 GiB + "
+    )
+    assert caught.value.hint == "a GPU with at least 3.87 GiB of free memory is needed"
+
+
+def test_more_vram_than_is_free() -> None:
+    with pytest.raises(CapacityError) as caught:
+        make_plan(t0(), gpu(free=8 * GIB), PlanRequest(vram_bytes=10 * GIB)).require_fit()
+    assert caught.value.message == "`--vram` is 10.00 GiB, `a GPU` has 8.50 GiB to give"
+    assert caught.value.hint == "set `--vram 8704MiB` or less, or leave it out"
+
+
+def test_experts_beyond_the_host_memory() -> None:
+    """HR-15: the shortfall in numbers, before anything is read."""
+    model = replace(t0(), layers=t0().layers * 8192)
+    assert model.expert_bytes == 1536 * MIB
+    with pytest.raises(CapacityError) as caught:
+        make_plan(model, gpu(available=GIB), PlanRequest()).require_fit()
+    assert caught.value.message == (
+        "1.00 GiB of host memory is available, 2.00 GiB is needed: "
+        "expert arena 1.50 GiB + loading 193.66 KiB + host headroom 512.00 MiB"
+    )
+    assert caught.value.hint == (
+        "every expert needs a place in host memory: a machine or container with at least "
+        "2.00 GiB available is needed"
+    )
+
+
+def test_container_limit_is_named() -> None:
+    """HR-06: the planner's side of it."""
+    plan = make_plan(qwen3_30b(), cpu(available=GIB, container=2 * GIB), PlanRequest())
+    assert plan.problems[0].message.startswith(
+        "1.00 GiB of host memory is available (the container's limit is 2.00 GiB), "
+    )
+
+
+def test_explicit_ram_is_kept_or_refused() -> None:
+    low = PlanRequest(ram_bytes=30 * GIB)
+    plan = make_plan(qwen3_30b(), gpu(), low)
+    assert plan.host.budget_bytes == 30 * GIB
+    assert plan.problems[0].message.startswith("`--ram` is 30.00 GiB, 56.50 GiB is needed: ")
+    assert plan.problems[0].hint == "use `--ram 57856MiB`"
+    assert make_plan(qwen3_30b(), gpu(), PlanRequest(ram_bytes=57_856 * MIB)).fits
+
+    high = make_plan(qwen3_30b(), gpu(available=100 * GIB), PlanRequest(ram_bytes=101 * GIB))
+    assert high.problems[0].message == "`--ram` is 101.00 GiB, 100.00 GiB is available"
+    assert high.problems[0].hint == "set `--ram 102400MiB` or less, or leave it out"
+
+
+def test_context_beyond_the_model() -> None:
+    (problem,) = make_plan(t0(), cpu(), PlanRequest(context_tokens=9000)).problems
+    assert problem.message == "`--context` is 9000 tokens, the model was made for 8192"
+    assert problem.hint == "set `--context 8192` or less, or leave it out"
+
+
+def test_chunk_beyond_the_context() -> None:
+    request = PlanRequest(context_tokens=512, prefill_chunk=1024)
+    (problem,) = make_plan(t0(), cpu(), request).problems
+    assert problem.message == "`--prefill-chunk` is 1024 tokens, the context has 512"
+    assert problem.hint == "set `--prefill-chunk 512` or less, or leave it out"
+
+
+def test_float32_is_offered_the_narrower_dtype() -> None:
+    model = replace(qwen3_30b(), dtype="float32")
+    (problem,) = make_plan(model, gpu(available=20 * GIB), PlanRequest()).problems
+    assert problem.hint == "use `--dtype bfloat16`, which halves the weights"
+
+
+def test_several_problems_are_all_said() -> None:
+    plan = make_plan(qwen3_30b(), gpu(free=2 * GIB, available=GIB), PlanRequest())
+    assert [problem.flag for problem in plan.problems] == ["--vram", "--ram"]
+    with pytest.raises(CapacityError, match=r"has 2\.50 GiB to give.*; 1\.00 GiB of host memory"):
+        plan.require_fit()

@@ -1,0 +1,85 @@
+"""`hotset plan`: prints the memory plan of a model on this machine, before a weight is read.
+
+The plan goes to stdout as tables or JSON, whether it fits or not; one that does not fit raises,
+which ends the command with exit code 2 and the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from hotset.core.config import EngineConfig
+from hotset.core.hardware import Machine
+from hotset.core.plan import MemoryPlan
+from hotset.core.planner import PlanRequest, make_plan
+from hotset.core.units import parse_bytes
+
+
+def plan(  # noqa: PLR0913 - one parameter for each flag
+    model: Annotated[str, typer.Argument(help="Hub id, local folder, or `pocket`.")],
+    *,
+    vram: Annotated[
+        str | None,
+        typer.Option(help="Device memory that everything together may take, e.g. `8GiB`."),
+    ] = None,
+    ram: Annotated[
+        str | None, typer.Option(help="Host memory that may be taken, e.g. `64GiB`.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype: `bfloat16`, `float16` or `float32`.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Longest prompt and answer together, tokens.")
+    ] = None,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(help="Most prompt tokens in one forward.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Print how much memory a model takes here, line by line, without loading it.
+
+    Sizes that you set are kept or refused, the others are chosen and stated with their reason. The
+    exit code is 0 when the plan fits and 2 when it does not.
+
+    Example: `hotset plan Qwen/Qwen3-30B-A3B --vram 16GiB --context 32768`
+    """
+    config = EngineConfig(
+        model=model,
+        device=device,
+        dtype=dtype,
+        vram_bytes=None if vram is None else parse_bytes(vram, name="--vram"),
+        ram_bytes=None if ram is None else parse_bytes(ram, name="--ram"),
+        context_tokens=context,
+        prefill_chunk=prefill_chunk,
+        revision=revision,
+    )
+    machine, result = _make(config)
+    if as_json:
+        data = {"model": model, "machine": machine.to_dict(), **result.to_dict()}
+        typer.echo(json.dumps(data, indent=2))
+    else:
+        _print(result, title=f"{model} on {machine.device_name}")
+    result.require_fit()
+
+
+def _make(config: EngineConfig) -> tuple[Machine, MemoryPlan]:
+    # These import torch, which would make `--help` wait.
+    from hotset.models.geometry import describe
+    from hotset.runtime.probe import probe_machine
+
+    machine = probe_machine(config.device)
+    geometry = describe(config.model, config.dtype, revision=config.revision)
+    return machine, make_plan(geometry, machine, PlanRequest.from_config(config))
+
+
+def _print(result: MemoryPlan, *, title: str) -> None:
+    from rich.console import Console
+
+    from hotset.cli.plan_table import plan_table
+
+    Console().print(plan_table(result, title=title))

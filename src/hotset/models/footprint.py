@@ -106,7 +106,9 @@ def _forward(
     """One meta forward; returns the cache and the peak bytes of tensors born in it."""
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
     # Where a model asks for the positions of set mask bits, all are taken as set: the upper bound.
-    all_set = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
+    all_set = fx_config.patch(  # type: ignore[attr-defined]  # added to the module at run time
+        meta_nonzero_assume_all_nonzero=True
+    )
     with torch.no_grad(), all_set, _FusedAttention(), _PeakBytes() as peak:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values  # a first call without one lets the model make its own kind
@@ -158,7 +160,7 @@ class _PeakBytes(TorchDispatchMode):
     """Sums the storages that operators create and that are still referenced."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = 0
         self.peak = 0
         self._seen: dict[int, int] = {}

@@ -9,6 +9,7 @@ resident. This file knows transformers' classes; it knows nothing of files, devi
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -81,8 +82,9 @@ def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
         MODEL_FOR_MULTIMODAL_LM_MAPPING,
     ):
         if type(config) in mapping:
-            found: type[PreTrainedModel] = mapping[type(config)]
-            return found
+            found = mapping[type(config)]
+            # A mapping may list several heads for one config; the first is the plain one.
+            return cast(type[PreTrainedModel], found[0] if isinstance(found, tuple) else found)
     raise CheckpointError(
         f"model type `{config.model_type}` has no text generation class in transformers",
         hint="it may need a newer transformers line than the one this version is built on",
@@ -97,21 +99,13 @@ def class_config(cls: type[PreTrainedModel], config: PretrainedConfig) -> Pretra
     return config
 
 
-def hotset_class(
-    cls: type[PreTrainedModel], *, ignore_unexpected: bool = False
-) -> type[PreTrainedModel]:
+def hotset_class(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A subclass of a stock class whose instances come without fused expert parameters.
 
     The parameters are removed in `__init__`, so that `from_pretrained` never allocates them: left
     in the tree and absent from what is loaded, they would be allocated and filled at random. The
     instance's `hotset_params` lists what was removed. `__module__` and `__name__` are the stock
     class's: the library reads both when it looks for weight conversions.
-
-    Args:
-        cls: the stock class.
-        ignore_unexpected: do not let `from_pretrained` report the experts and towers, which are
-            in the files and not in the tree. checkpoint/mapping has already said, from the
-            headers and key by key, whether the files hold anything else.
     """
 
     class Detached(cls):  # type: ignore[misc, valid-type]
@@ -119,8 +113,6 @@ def hotset_class(
             super().__init__(config, *args, **kwargs)
             object.__setattr__(self, "hotset_towers", text_only(self))
             object.__setattr__(self, "hotset_params", detach_experts(self))
-            if ignore_unexpected:
-                self._keys_to_ignore_on_load_unexpected = [r".*"]
 
     Detached.__name__, Detached.__qualname__ = cls.__name__, cls.__qualname__
     Detached.__module__ = cls.__module__

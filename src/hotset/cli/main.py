@@ -1,0 +1,69 @@
+"""`hotset`: joins the commands, and turns errors into one clear message and an exit code."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+
+import typer
+
+from hotset.cli.generate import generate
+from hotset.cli.plan import plan
+from hotset.cli.simulate import simulate
+from hotset.cli.verify import verify
+from hotset.core import env
+from hotset.core.errors import HotsetError
+
+INTERRUPTED = 130  # what a shell gives for SIGINT
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Run Mixture-of-Experts language models larger than the GPU's memory.",
+)
+app.command()(generate)
+app.command()(plan)
+app.command()(verify)
+app.command()(simulate)
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
+) -> None:
+    """Options before the command; `--debug` is read in `main`, where errors end up."""
+    if version:
+        from hotset import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs a command line and exits: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    args = sys.argv[1:] if args is None else args
+    debug = "--debug" in args
+    try:
+        level = env.LOG_LEVEL.get() or "warning"
+        logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        app(args, prog_name="hotset", standalone_mode=True)
+    except HotsetError as error:
+        if debug:
+            traceback.print_exc()
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of stdout is gone (`| head`); there is nobody left to tell.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

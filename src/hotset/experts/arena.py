@@ -1,0 +1,146 @@
+"""The host arena: every expert's record in one anonymous mapping, page-locked for a GPU.
+
+Knows addresses and bytes. What a record means, who has a slot and when bytes move is not its
+business. On CUDA the mapping is registered at its exact size, so a kernel can read a record at
+its own address; torch's pinned allocator would round up to a power of two (1.9 times the bytes
+in practice). There is no pageable fallback: reading it would be ten times slower in silence.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import resource
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from hotset.core.errors import CapacityError, HardwareError
+from hotset.core.geometry import MoELayer
+from hotset.core.record import align_up
+from hotset.core.units import format_bytes
+
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_REGISTER_PORTABLE = 1  # visible to every context, should there be more than one GPU
+_REGISTER_MAPPED = 2  # readable by kernels
+
+
+class HostArena:
+    """Records of all layers, one after the other, expert by expert.
+
+    Neighbouring experts of a layer are neighbours in memory, so that a group of them moves in one
+    copy. The memory is released when the arena is closed and the last view of it is gone.
+
+    Args:
+        layers: the MoE layers; the arena holds `layer.num_experts` records of each.
+        pinned: register the mapping with CUDA.
+
+    Raises:
+        CapacityError: the mapping cannot be had.
+        HardwareError: CUDA refuses to register it.
+    """
+
+    def __init__(self, layers: Sequence[MoELayer], *, pinned: bool) -> None:
+        self._strides = [layer.expert.record_bytes for layer in layers]
+        self._starts: list[int] = []
+        size = 0
+        for layer in layers:
+            self._starts.append(size)
+            size += layer.num_experts * layer.expert.record_bytes
+        self.nbytes = align_up(size, mmap.PAGESIZE)
+        self._mapping = _map(self.nbytes)
+        self.bytes_: torch.Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._base = self.bytes_.data_ptr()
+        self._to_device = 0
+        self._unregister: weakref.finalize[[int], HostArena] | None = None
+        if pinned:
+            self._to_device = _register(self._base, self.nbytes) - self._base
+            # Also runs when the interpreter exits, whatever led there.
+            self._unregister = weakref.finalize(self, _unregister, self._base)
+
+    @property
+    def pinned(self) -> bool:
+        return self._unregister is not None and self._unregister.alive
+
+    def offset(self, layer: int, expert: int) -> int:
+        """Bytes from the start of the arena to a record."""
+        return self._starts[layer] + expert * self._strides[layer]
+
+    def address(self, layer: int, expert: int) -> int:
+        """The address at which the device reads a record; on a CPU the plain one."""
+        return self._base + self._to_device + self.offset(layer, expert)
+
+    def record(self, layer: int, expert: int, num_records: int = 1) -> torch.Tensor:
+        """uint8 view of one record, or of `num_records` neighbours side by side."""
+        stride = self._strides[layer]
+        start = self.offset(layer, expert)
+        return self.bytes_[start : start + num_records * stride]
+
+    def close(self) -> None:
+        """Unregisters the memory and drops it. Safe to call twice."""
+        if self._unregister is not None:
+            self._unregister()
+        self.bytes_ = torch.empty(0, dtype=torch.uint8)
+
+
+def _map(size: int) -> mmap.mmap:
+    try:
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise CapacityError(
+            f"the host arena needs {format_bytes(size)} and the system gives none: {error}",
+            hint="free host memory, or see `hotset plan MODEL` for what fits",
+        ) from error
+    # A forked child must not share page-locked memory: copy on write would move the parent's
+    # pages from under the device.
+    mapping.madvise(_MADV_DONTFORK)
+    try:
+        # 512 times fewer pages to lock and to translate. A kernel without huge pages says EINVAL.
+        mapping.madvise(_MADV_HUGEPAGE)
+    except OSError:
+        return mapping
+    return mapping
+
+
+def _register(address: int, size: int) -> int:
+    """Page-locks the range; returns the address at which the device sees it."""
+    torch.cuda.init()
+    torch.cuda.current_stream()  # makes the context current, which the driver call below needs
+    code = int(
+        torch.cuda.cudart().cudaHostRegister(address, size, _REGISTER_PORTABLE | _REGISTER_MAPPED)
+    )
+    if code != 0:
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
+        raise HardwareError(
+            f"CUDA refuses to page-lock {format_bytes(size)} of host memory (error {code}); "
+            f"the memlock limit is {limit}",
+            hint="raise it (`ulimit -l unlimited`, in a container `--ulimit memlock=-1`); under "
+            "WSL2 about half of the memory can be locked: give the VM more, or use a smaller model",
+        )
+    try:
+        return _device_pointer(address)
+    except HardwareError:
+        _unregister(address)
+        raise
+
+
+def _device_pointer(address: int) -> int:
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer = ctypes.c_uint64()
+    code = driver.cuMemHostGetDevicePointer_v2(
+        ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0)
+    )
+    if code != 0:
+        raise HardwareError(
+            f"the device cannot read page-locked host memory (driver error {code})",
+            hint="hotset needs a CUDA device with mapped host memory",
+        )
+    return pointer.value
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # no copy or kernel may still be reading
+    torch.cuda.cudart().cudaHostUnregister(address)

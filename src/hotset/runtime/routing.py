@@ -1,0 +1,99 @@
+"""What the running step routed, and what that cost: experts used, hits, bytes over the link.
+
+Keeps routed ids on the device until the step is over and fetches them with one copy. Knows
+nothing of tokens or text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hotset.core.geometry import MoELayer
+from hotset.core.placement import Placement
+
+
+@dataclass
+class Traffic:
+    """Counts since the engine started, or since `reset`.
+
+    Attributes:
+        steps: forward passes.
+        used: experts used, each once per layer and step.
+        hits: those that had a slot.
+        link_bytes: bytes of the others; each crosses the link once per step.
+    """
+
+    steps: int = 0
+    used: int = 0
+    hits: int = 0
+    link_bytes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of used experts that had a slot; 1 before anything was used."""
+        return self.hits / self.used if self.used else 1.0
+
+    def minus(self, earlier: Traffic) -> Traffic:
+        """What came after `earlier`, which is an older copy of the same counts."""
+        return Traffic(
+            self.steps - earlier.steps,
+            self.used - earlier.used,
+            self.hits - earlier.hits,
+            self.link_bytes - earlier.link_bytes,
+        )
+
+    def copy(self) -> Traffic:
+        return Traffic(self.steps, self.used, self.hits, self.link_bytes)
+
+
+class RoutingLog:
+    """Collects the routed ids of one step, layer by layer.
+
+    Args:
+        layers: the MoE layers.
+    """
+
+    def __init__(self, layers: tuple[MoELayer, ...]) -> None:
+        self._layers = layers
+        self._pending: list[tuple[int, torch.Tensor]] = []
+        self.total = Traffic()
+
+    def add(self, layer: int, ids_TK: torch.Tensor) -> None:
+        """Notes what a layer routed; the tensor must not be written afterwards."""
+        self._pending.append((layer, ids_TK))
+
+    def finish(self, placement: Placement) -> list[np.ndarray]:
+        """Ends the step: fetches the ids and counts them against the placement it ran under.
+
+        Returns:
+            Distinct routed experts of each MoE layer, ascending, padding ids dropped.
+        """
+        used = [np.empty(0, dtype=np.int64) for _ in self._layers]
+        for layer, ids_TK in self._fetch():
+            known = ids_TK[(ids_TK >= 0) & (ids_TK < self._layers[layer].num_experts)]
+            used[layer] = np.union1d(used[layer], known)
+        self.total.steps += 1
+        for layer, experts in enumerate(used):
+            hits = int(placement.resident[layer, experts].sum())
+            self.total.used += len(experts)
+            self.total.hits += hits
+            record_bytes = self._layers[layer].expert.record_bytes
+            self.total.link_bytes += (len(experts) - hits) * record_bytes
+        return used
+
+    def drop(self) -> None:
+        """Forgets an unfinished step."""
+        self._pending.clear()
+
+    def _fetch(self) -> list[tuple[int, np.ndarray]]:
+        """One device-to-host copy for all layers, whatever their shapes."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return []
+        flat = torch.cat([ids.reshape(-1).to(torch.int32) for _, ids in pending]).cpu().numpy()
+        ends = np.cumsum([ids.numel() for _, ids in pending])[:-1]
+        parts = np.split(flat, ends)
+        return [(layer, part) for (layer, _), part in zip(pending, parts, strict=True)]

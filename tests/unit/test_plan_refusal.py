@@ -56,22 +56,22 @@ def test_sizes_that_read_the_same_are_given_in_bytes() -> None:
 
 @pytest.mark.parametrize("machine", [cpu(), gpu()], ids=["cpu", "cuda"])
 def test_every_suggested_value_works(machine) -> None:
-    """Each of three flags alone mends the plan; one token more does not."""
-    request = PlanRequest(vram_bytes=5 * GIB, context_tokens=20_480, prefill_chunk=512)
-    (problem,) = make_plan(qwen3_30b(), machine, request).problems
-    vram = parse_bytes(suggested(problem.hint, "--vram"))
-    assert make_plan(qwen3_30b(), machine, replace(request, vram_bytes=vram)).fits
-    context = int(suggested(problem.hint, "--context"))
-    assert make_plan(qwen3_30b(), machine, replace(request, context_tokens=context)).fits
-    assert not make_plan(qwen3_30b(), machine, replace(request, context_tokens=context + 1)).fits
-
-    request = replace(request, vram_bytes=1, prefill_chunk=8192)
+    """Each of three flags alone mends a plan that lacks 1 MiB; one token more does not."""
+    request = PlanRequest(vram_bytes=1, context_tokens=8192, prefill_chunk=512)
     least = make_plan(qwen3_30b(), machine, request).problems[0].need
     request = replace(request, vram_bytes=least - MIB)
     (problem,) = make_plan(qwen3_30b(), machine, request).problems
+
+    def fits(**changes: int) -> bool:
+        return make_plan(qwen3_30b(), machine, replace(request, **changes)).fits
+
+    assert fits(vram_bytes=parse_bytes(suggested(problem.hint, "--vram")))
+    context = int(suggested(problem.hint, "--context"))
+    assert fits(context_tokens=context)
+    assert not fits(context_tokens=context + 1)
     chunk = int(suggested(problem.hint, "--prefill-chunk"))
-    assert make_plan(qwen3_30b(), machine, replace(request, prefill_chunk=chunk)).fits
-    assert not make_plan(qwen3_30b(), machine, replace(request, prefill_chunk=chunk + 1)).fits
+    assert fits(prefill_chunk=chunk)
+    assert not fits(prefill_chunk=chunk + 1)
 
 
 def test_a_shorter_context_takes_a_longer_chunk_with_it() -> None:

@@ -1,0 +1,249 @@
+"""Policies that follow the text: half-life and LRU, both a score per expert.
+
+A resident with a low score is given up for a missing expert whose score, with the use that made it
+missing, would be higher. Work per step is vectorised over layers and never sorts a whole layer.
+
+Letters: L MoE layers, E experts, N routed ids of a layer in one step, V victims.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import numpy as np
+
+from hotset.core.errors import ConfigError
+from hotset.core.placement import Placement
+from hotset.core.policy.base import NUM_VICTIMS, FloatArray, Policy, Wishes
+from hotset.core.slot_pools import BoolArray, IntArray
+
+DEFAULT_HALF_LIFE = 16.0
+"""Steps. The best of gpt-oss-20b is 8 to 16, of a 54M model 16 (chat) to 128 (prose)."""
+
+DEFAULT_PRIOR_WEIGHT = 0.1
+"""A profile of other text gains 0.001 at 0.1 and loses 0.01 at 1; one of the same text gains
+0.004 at 0.2 (docs/log.md)."""
+
+MIN_HALF_LIFE = 0.1
+
+_ID_BITS = 12
+_ID_MASK = (1 << _ID_BITS) - 1
+_NOT_A_VICTIM = np.iinfo(np.int64).max
+_TOURNAMENT_FROM = 512  # experts: 60 us against 140 for 48 layers, but 25 against 22 at 256
+_COLUMNS = 64
+_REBASE_BITS = 400.0  # half of what a float64 exponent holds, so that a ratio never overflows
+
+
+class ScoredPolicy(Policy):
+    """Base of the policies that keep one score of at least 0 per expert.
+
+    `_score` is [L, E] float64, a view of a flat buffer whose last cell swallows padded ids.
+    """
+
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        *,
+        prior_LE: FloatArray | None = None,
+        num_victims: int = NUM_VICTIMS,
+    ) -> None:
+        super().__init__(num_experts, prior_LE=prior_LE, num_victims=num_victims)
+        num_layers, width = self.shape
+        if width > _ID_MASK:
+            raise ConfigError(f"{width} experts in a layer, at most {_ID_MASK} are supported")
+        self._cells = np.zeros(num_layers * width + 1)
+        self._score = self._cells[:-1].reshape(self.shape)
+        self._row = np.arange(num_layers, dtype=np.int64)[:, None] * width
+        self._ids = np.arange(width, dtype=np.int64)
+
+    @abstractmethod
+    def _standing(self) -> tuple[FloatArray, FloatArray | None]:
+        """Scores as they will be in the next step, [L, E], and what one use adds, [L, 1].
+
+        `None` for the second: whoever is used outranks every resident.
+        """
+
+    def wishes(self, placement: Placement, *, out: Wishes | None = None) -> Wishes:
+        wishes = self._buffers(out)
+        score_LE, bump_L1 = self._standing()
+        width = self.shape[1]
+        fixed = ~placement.resident[:, :width]
+        fixed |= placement.pinned[:, :width]
+        victims = lowest(score_LE, fixed, self._ids, self.num_victims)
+        value = np.where(victims < 0, np.inf, score_LE.take(np.maximum(victims, 0) + self._row))
+        if placement.num_spare:
+            victims, value = _offer_spares(placement, victims, value)
+        wishes.victims_LV[:] = victims
+        if bump_L1 is None:
+            wishes.admit_LE[:] = np.count_nonzero(victims >= 0, axis=1)[:, None]
+        else:
+            outranked = (score_LE + bump_L1)[None] > value.T[:, :, None]
+            wishes.admit_LE[:] = np.add.reduce(outranked.view(np.int8), axis=0, dtype=np.int8)
+        return wishes
+
+    def _cells_of(self, ids_LN: IntArray) -> IntArray:
+        """Flat cells of routed ids; the last cell for padded ones."""
+        valid = (ids_LN >= 0) & (ids_LN < self.num_experts[:, None])
+        return np.where(valid, ids_LN + self._row, self._cells.size - 1)
+
+
+class HalfLife(ScoredPolicy):
+    """Score = prior + uses, of which each counts half after `half_life` steps.
+
+    With d = 2^(-1/half_life), u <- d u + [used in this step]. A steady use of p per step tends to
+    u = p / (1 - d), and so the prior is `prior_weight * prior_LE / (1 - d)`: at weight 1 the
+    profile counts as much as the recent past. A missing expert outranks a resident if its score
+    plus 1 is higher.
+
+    Args:
+        half_life: steps, at least 0.1; one number or one per layer. `inf` never forgets: with a
+            prior the score is the prior alone (the static hot set), without one the count of uses.
+        prior_weight: see above; 0 uses the prior for the initial residents only.
+
+    Raises:
+        ConfigError: a half-life below 0.1 or not a number, a negative weight.
+    """
+
+    name = "half-life"
+
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        *,
+        half_life: float | FloatArray = DEFAULT_HALF_LIFE,
+        prior_LE: FloatArray | None = None,
+        prior_weight: float = DEFAULT_PRIOR_WEIGHT,
+        num_victims: int = NUM_VICTIMS,
+    ) -> None:
+        super().__init__(num_experts, prior_LE=prior_LE, num_victims=num_victims)
+        half_life_L1 = np.broadcast_to(
+            np.asarray(half_life, dtype=np.float64).reshape(-1, 1), (self.shape[0], 1)
+        )
+        if not (half_life_L1 >= MIN_HALF_LIFE).all():
+            raise ConfigError(
+                f"`half_life` is {float(half_life_L1.min()):g}, the least is {MIN_HALF_LIFE} steps",
+                hint="for the last use alone, take policy `lru`",
+            )
+        if not prior_weight >= 0:
+            raise ConfigError(f"`prior_weight` is {prior_weight:g}, it must not be negative")
+        self.half_life_L = half_life_L1[:, 0].copy()
+        self._decay = np.exp2(-1.0 / half_life_L1)
+        # Instead of shrinking all scores, the worth of a use grows; ranks are the same.
+        self._worth = np.ones_like(self._decay)
+        self._steps, self._rebase_steps = 0, _REBASE_BITS * float(half_life_L1.min())
+        self._prior = self._scale_prior(half_life_L1, prior_weight)
+
+    def _scale_prior(self, half_life_L1: FloatArray, prior_weight: float) -> FloatArray | None:
+        self._learns = np.ones_like(half_life_L1)
+        if self.prior_LE is None:
+            return None
+        endless = np.isinf(half_life_L1)
+        self._learns[endless] = 0.0
+        if prior_weight == 0 and not endless.any():
+            return None
+        steady = prior_weight / np.where(endless, 1.0, 1.0 - self._decay)
+        return self.prior_LE * np.where(endless, 1.0, steady)
+
+    def observe(self, ids_LN: IntArray) -> None:
+        self._worth /= self._decay
+        # Assignment, not accumulation: an expert that occurs twice is counted once.
+        self._cells[self._cells_of(ids_LN)] += self._worth * self._learns
+        self._cells[-1] = 0.0
+        self._steps += 1
+        if self._steps >= self._rebase_steps:
+            self._rebase()
+
+    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
+        """As `num_tokens` steps, with the uses of each expert spread evenly over them."""
+        if num_tokens == 0:
+            return
+        faded = self._decay**num_tokens
+        rest = 1.0 - self._decay
+        steps = np.where(rest > 0, (1.0 - faded) / np.where(rest > 0, rest, 1.0), num_tokens)
+        self._score *= faded
+        self._score += self._worth * self._learns * (steps / num_tokens) * counts_LE
+
+    def _standing(self) -> tuple[FloatArray, FloatArray]:
+        worth = self._worth / self._decay
+        score = self._score if self._prior is None else self._score + worth * self._prior
+        return score, worth * self._learns
+
+    def _rebase(self) -> None:
+        """Brings the worth of a use back to 1; what has faded to nothing becomes 0."""
+        self._score /= self._worth
+        self._score[self._score < 2.0**-_REBASE_BITS] = 0.0
+        self._worth[:] = 1.0
+        self._steps = 0
+
+
+class Lru(ScoredPolicy):
+    """Least recently used: whoever is used gets the slot whose expert waited longest."""
+
+    name = "lru"
+
+    def __init__(
+        self,
+        num_experts: Sequence[int],
+        *,
+        prior_LE: FloatArray | None = None,
+        num_victims: int = NUM_VICTIMS,
+    ) -> None:
+        super().__init__(num_experts, prior_LE=prior_LE, num_victims=num_victims)
+        self._clock = 0.0
+
+    def observe(self, ids_LN: IntArray) -> None:
+        self._clock += 1.0
+        self._cells[self._cells_of(ids_LN)] = self._clock
+        self._cells[-1] = 0.0
+
+    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
+        """As one step, in which the experts used more often were used later."""
+        if num_tokens == 0:
+            return
+        self._clock += 1.0
+        later = counts_LE / (1.0 + counts_LE.max())
+        np.copyto(self._score, self._clock + later, where=np.asarray(counts_LE) > 0)
+        self._clock += 1.0
+
+    def _standing(self) -> tuple[FloatArray, None]:
+        return self._score, None
+
+
+def lowest(score_LE: FloatArray, fixed_LE: BoolArray, ids: IntArray, num: int) -> IntArray:
+    """Ids of the `num` lowest scores that are not `fixed`, per layer in ascending order.
+
+    Scores of at least 0 order like their bits, so the id goes into the lowest mantissa bits and
+    one partition finds ids and order at once: equal scores are ordered by id on every machine.
+
+    Returns:
+        [L, num] int64, -1 where a layer has fewer.
+    """
+    key = score_LE.view(np.int64) & ~_ID_MASK
+    key |= ids
+    np.copyto(key, _NOT_A_VICTIM, where=fixed_LE)
+    num_layers, width = key.shape
+    if width >= _TOURNAMENT_FROM and width % _COLUMNS == 0 and num < _COLUMNS:
+        # The lowest `num` lie in the columns whose minima are among the lowest `num`.
+        blocks = key.reshape(num_layers, width // _COLUMNS, _COLUMNS)
+        heads = np.minimum.reduce(blocks, axis=1)
+        columns = np.argpartition(heads, num - 1, axis=1)[:, None, :num]
+        key = np.take_along_axis(blocks, columns, axis=2).reshape(num_layers, -1)
+    found = np.full((num_layers, num), _NOT_A_VICTIM)
+    take = min(num, key.shape[1])
+    found[:, :take] = np.partition(key, take - 1, axis=1)[:, :take]
+    found.sort(axis=1)
+    return np.where(found == _NOT_A_VICTIM, -1, found & _ID_MASK)
+
+
+def _offer_spares(
+    placement: Placement, victims: IntArray, value: FloatArray
+) -> tuple[IntArray, FloatArray]:
+    """Puts empty slots, which every expert outranks, before the victims."""
+    first = placement.pools.max_experts
+    empty = placement.resident[:, first:]
+    spares = np.where(empty, np.arange(first, first + placement.num_spare), -1)
+    victims = np.concatenate([spares, victims], axis=1)
+    value = np.concatenate([np.where(empty, -np.inf, np.inf), value], axis=1)
+    order = np.argsort(value, axis=1, kind="stable")[:, : victims.shape[1] - placement.num_spare]
+    return np.take_along_axis(victims, order, axis=1), np.take_along_axis(value, order, axis=1)

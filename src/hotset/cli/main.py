@@ -10,7 +10,6 @@ import typer
 
 from hotset.cli.generate import generate
 from hotset.cli.plan import plan
-from hotset.cli.simulate import simulate
 from hotset.cli.verify import verify
 from hotset.core import env
 from hotset.core.errors import HotsetError
@@ -27,7 +26,6 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plan)
 app.command()(verify)
-app.command()(simulate)
 
 
 @app.callback()

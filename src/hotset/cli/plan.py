@@ -14,7 +14,6 @@ import typer
 from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
 from hotset.core.plan import MemoryPlan
-from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.units import parse_bytes
 
 
@@ -70,11 +69,10 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 def _make(config: EngineConfig) -> tuple[Machine, MemoryPlan]:
     # These import torch, which would make `--help` wait.
     from hotset.models.geometry import describe
-    from hotset.runtime.probe import probe_machine
+    from hotset.runtime.planning import plan_engine
 
-    machine = probe_machine(config.device)
     geometry = describe(config.model, config.dtype, revision=config.revision)
-    return machine, make_plan(geometry, machine, PlanRequest.from_config(config))
+    return plan_engine(geometry, config)
 
 
 def _print(result: MemoryPlan, *, title: str) -> None:

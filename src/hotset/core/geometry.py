@@ -105,12 +105,14 @@ class MoELayer:
         name: path of the experts module, e.g. `model.layers.3.mlp.experts`.
         num_experts, top_k: E and K.
         expert: what each of its experts looks like.
+        has_post_norm: a norm of the module tree is applied to each expert's output.
     """
 
     name: str
     num_experts: int
     top_k: int
     expert: ExpertSpec
+    has_post_norm: bool = False
 
 
 @dataclass(frozen=True)

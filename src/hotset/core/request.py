@@ -1,4 +1,4 @@
-"""What one generation request asks for: sampling, length, stops. Validated here and nowhere else."""
+"""What one generation request asks for: sampling and length, validated here and nowhere else."""
 
 from __future__ import annotations
 

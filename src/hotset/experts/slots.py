@@ -1,6 +1,6 @@
 """VRAM slots: room for one record each, one allocation per record size. Owns memory, not meaning.
 
-Slots are numbered as in `core.placement.SlotPools`. Which expert a slot belongs to is the
+Slots are numbered as in `core.slot_pools.SlotPools`. Which expert a slot belongs to is the
 placement's business.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from hotset.core.placement import SlotPools
+from hotset.core.slot_pools import SlotPools
 
 # Every byte 0xFF is a NaN in FP32, BF16, FP16 and FP8 E4M3 alike.
 POISON = 0xFF

@@ -12,7 +12,8 @@ from types import TracebackType
 import torch
 
 from hotset.core.geometry import MoELayer
-from hotset.core.placement import Placement, SlotPools
+from hotset.core.placement import Placement
+from hotset.core.slot_pools import SlotPools
 from hotset.experts.arena import HostArena
 from hotset.experts.ring import Fill, Ring
 from hotset.experts.slots import SlotMemory

@@ -103,7 +103,11 @@ def _widest_window(model: PreTrainedModel) -> int:
 def _forward(
     model: PreTrainedModel, vocab: int, num_tokens: int, cache: Cache | None
 ) -> tuple[Cache, int]:
-    """One meta forward; returns the cache and the peak bytes of tensors born in it."""
+    """One meta forward; returns the cache and the peak bytes of tensors born in it.
+
+    The new cache tensors of the few layers that run are among them: a concatenating cache holds
+    old and new at once.
+    """
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
     # Where a model asks for the positions of set mask bits, all are taken as set: the upper bound.
     all_set = fx_config.patch(  # type: ignore[attr-defined]  # added to the module at run time
@@ -113,8 +117,7 @@ def _forward(
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values  # a first call without one lets the model make its own kind
         del out
-    kept = _storages(vars(cache))
-    return cache, peak.peak - peak.born(kept)
+    return cache, peak.peak
 
 
 def _storages(value: Any) -> dict[int, int]:
@@ -185,7 +188,3 @@ class _PeakBytes(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._seen.pop(key, 0)
-
-    def born(self, storages: Iterable[int]) -> int:
-        """Bytes of those storages that were created under this mode."""
-        return sum(self._seen.get(key, 0) for key in storages)

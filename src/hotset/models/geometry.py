@@ -122,7 +122,13 @@ def _layer(
         dtype=dtype,
     )
     _check_up(by_field["up"], expert, gate, num_experts)
-    return MoELayer(path, num_experts, _top_k(model, path), expert)
+    return MoELayer(
+        path,
+        num_experts,
+        _top_k(model, path),
+        expert,
+        has_post_norm=bool(module.has_post_expert_norm),
+    )
 
 
 def _sizes(down: ExpertParam) -> tuple[int, int, int]:

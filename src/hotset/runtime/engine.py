@@ -16,17 +16,18 @@ import torch
 from transformers.cache_utils import Cache
 
 from hotset.core.config import EngineConfig
-from hotset.core.errors import CapacityError, HotsetError, RequestError
-from hotset.core.placement import Placement, SlotPools
+from hotset.core.errors import CapacityError, RequestError
+from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
-from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.request import FinishReason, SamplingParams, check_length
+from hotset.core.slot_pools import SlotPools
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
 from hotset.runtime.moe import MoERunner
-from hotset.runtime.probe import choose_device, probe_machine
+from hotset.runtime.planning import logits_chunk, plan_engine
+from hotset.runtime.probe import choose_device
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.weights import Progress, WeightSource
@@ -65,37 +66,29 @@ class Engine:
         self.config = config
         self.geometry = source.geometry
         self.device = choose_device(config.device)
-        self.plan = self._make_plan().require_fit()
+        self.machine, plan = plan_engine(source.geometry, config)
+        self.plan = plan.require_fit()
         self.kernels = select_kernels(self.device, config.kernels)
         if self.kernels.name == "triton" and self.device.type == "cuda":
             check_triton_toolchain()
         self.text = source.text
         self.stop_ids = source.stop_ids
         self._lock = threading.Lock()
+        self._answering = threading.Lock()
         self._log = RoutingLog(self.geometry.layers)
         self._closed = False
         self.store = self._make_store()
         try:
             self.model = source.load_resident(self.device)
             source.fill_experts(self.store, progress or (lambda done, total: None))
-            self.store.place(initial_placement(self.geometry_pools, self.plan))
+            self.store.place(initial_placement(self.pools, self.plan))
             self._bind()
         except BaseException:
             self.close()
             raise
 
-    def _make_plan(self) -> MemoryPlan:
-        request = PlanRequest(
-            vram_bytes=self.config.vram_bytes,
-            ram_bytes=self.config.ram_bytes,
-            context_tokens=self.config.context_tokens,
-            prefill_chunk=self.config.prefill_chunk,
-            kernels=self.config.kernels,
-        )
-        return make_plan(self.geometry, probe_machine(self.device.type), request)
-
     def _make_store(self) -> ExpertStore:
-        self.geometry_pools = SlotPools.build(
+        self.pools = SlotPools.build(
             num_experts=[layer.num_experts for layer in self.geometry.layers],
             record_bytes=[layer.expert.record_bytes for layer in self.geometry.layers],
             num_slots={pool.record_bytes: pool.num_slots for pool in self.plan.pools},
@@ -103,7 +96,7 @@ class Engine:
         try:
             return ExpertStore(
                 self.geometry.layers,
-                self.geometry_pools,
+                self.pools,
                 device=self.device,
                 staging_records=self.plan.staging_records,
                 poison=self.config.poison,
@@ -154,18 +147,26 @@ class Engine:
     def _generate(
         self, ids: list[int], num_tokens: int, sampler: Sampler, stops: frozenset[int]
     ) -> Iterator[TokenOut]:
-        cache, logits_V = self._prefill(ids)
-        for count in range(1, num_tokens + 1):
-            token_id = sampler.sample(logits_V)
-            if token_id in stops:
-                yield TokenOut(token_id, FinishReason.STOP)
-                return
-            if count == num_tokens:
-                yield TokenOut(token_id, FinishReason.LENGTH)
-                return
-            yield TokenOut(token_id, None)
-            cache, logits = self._step([token_id], cache, num_logits=1)
-            logits_V = logits[-1]
+        if not self._answering.acquire(blocking=False):
+            raise RequestError(
+                "another answer is being generated, and the plan holds the cache of one",
+                hint="finish or close its iterator first",
+            )
+        try:
+            cache, logits_V = self._prefill(ids)
+            for count in range(1, num_tokens + 1):
+                token_id = sampler.sample(logits_V)
+                if token_id in stops:
+                    yield TokenOut(token_id, FinishReason.STOP)
+                    return
+                if count == num_tokens:
+                    yield TokenOut(token_id, FinishReason.LENGTH)
+                    return
+                yield TokenOut(token_id, None)
+                cache, logits = self._step([token_id], cache, num_logits=1)
+                logits_V = logits[-1]
+        finally:
+            self._answering.release()
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Next-token logits after every token of a text, [T, V] float32 on the CPU.
@@ -180,7 +181,8 @@ class Engine:
                 hint="load with a larger `--context`",
             )
         cache, parts = None, []
-        for chunk in self._chunks(ids):
+        size = min(self.plan.prefill_chunk, logits_chunk(self.geometry))
+        for chunk in _chunks(ids, size):
             cache, logits = self._step(chunk, cache, num_logits=len(chunk))
             parts.append(logits.float().cpu())
         return torch.cat(parts)
@@ -225,13 +227,9 @@ class Engine:
                 )
         return ids
 
-    def _chunks(self, ids: list[int]) -> Iterator[list[int]]:
-        size = self.plan.prefill_chunk
-        return (ids[start : start + size] for start in range(0, len(ids), size))
-
     def _prefill(self, ids: list[int]) -> tuple[Cache, torch.Tensor]:
         cache = None
-        for chunk in self._chunks(ids):
+        for chunk in _chunks(ids, self.plan.prefill_chunk):
             cache, logits = self._step(chunk, cache, num_logits=1)
         assert cache is not None
         return cache, logits[-1]
@@ -266,12 +264,13 @@ class Engine:
         return out.past_key_values, out.logits[0]
 
 
+def _chunks(ids: list[int], size: int) -> Iterator[list[int]]:
+    return (ids[start : start + size] for start in range(0, len(ids), size))
+
+
 def initial_placement(pools: SlotPools, plan: MemoryPlan) -> Placement:
     """Experts 0, 1, ... of every layer in its slots: without a profile none is better known."""
     resident_LE = np.zeros((len(pools.num_experts), pools.max_experts), dtype=np.bool_)
     for layer, num_slots in enumerate(plan.slots_per_layer):
         resident_LE[layer, :num_slots] = True
     return Placement.from_residents(pools, resident_LE)
-
-
-__all__ = ["Engine", "HotsetError", "TokenOut", "initial_placement"]

@@ -1,0 +1,182 @@
+"""`hotset simulate`: hit rates of policies and slot counts on a recorded trace.
+
+Turns flags into conditions and results into a table, JSON or a picture; the replay is
+`core.simulator`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hotset.cli.simulate_output import print_results, to_rows
+from hotset.core.errors import ConfigError
+from hotset.core.policy import NUM_VICTIMS, FloatArray, HalfLife
+from hotset.core.profile import Profile
+from hotset.core.simulator import (
+    BELADY,
+    HINDSIGHT,
+    NEEDS_PROFILE,
+    Condition,
+    Result,
+    best_half_life,
+)
+from hotset.core.simulator import (
+    simulate as run_simulation,
+)
+from hotset.core.trace import PARITIES, Trace, load_trace
+
+DEFAULT_SLOTS = "0.125,0.25,0.5"
+DEFAULT_HALF_LIVES = "4,8,16,32,64,128"
+DEFAULT_POLICIES = (*NEEDS_PROFILE, "lru", HalfLife.name, HINDSIGHT, BELADY)
+NO_PROFILE = "none"
+
+
+def simulate(  # noqa: PLR0913 - one parameter for each flag
+    trace: Annotated[
+        Path, typer.Argument(help="Trace file of `hotset profile`, or an .npz archive.")
+    ],
+    *,
+    slots: Annotated[
+        str, typer.Option(help="Fractions of the experts that have a slot, separated by commas.")
+    ] = DEFAULT_SLOTS,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(help=f"May be repeated. Default: {', '.join(DEFAULT_POLICIES)}."),
+    ] = None,
+    half_life: Annotated[
+        str, typer.Option(help="Half-lives in steps, separated by commas; `inf` never forgets.")
+    ] = DEFAULT_HALF_LIVES,
+    domain: Annotated[
+        list[str] | None, typer.Option(help="Replay this domain only; may be repeated.")
+    ] = None,
+    sequences: Annotated[
+        str, typer.Option(help=f"Sequences to replay by number: {', '.join(PARITIES)}.")
+    ] = "even",
+    profile_from: Annotated[
+        str,
+        typer.Option(
+            help="What the static sets know: `odd`, `even` or `all` sequences of all domains, a "
+            "profile file, or `none`."
+        ),
+    ] = "odd",
+    prior_weight: Annotated[
+        float, typer.Option(help="Weight of that profile in `half-life`, 0 for none.")
+    ] = 0.0,
+    victims: Annotated[
+        int, typer.Option(help="Residents per layer that a step may give up.")
+    ] = NUM_VICTIMS,
+    wish_lag: Annotated[
+        int, typer.Option(help="Steps that the wishes are late; the engine's are 0 or 1.", min=0)
+    ] = 0,
+    experts: Annotated[
+        int | None, typer.Option(help="Experts per layer, where the file does not say.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw hit rate over slots into a .png or .svg file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Replay a trace and print the hit rate of each policy and number of slots.
+
+    Uses the engine's own policies. State is kept from one sequence to the next, as in a server.
+
+    Example: `hotset simulate traffic.trace --slots 0.25,0.5 --policy lru --policy half-life`
+    """
+    if plot is not None:
+        from hotset.cli.simulate_plot import check_plot_path
+
+        check_plot_path(plot)
+    whole = load_trace(trace, num_experts=experts)
+    prior_LE = _prior(whole, profile_from)
+    conditions = _conditions(
+        policies=_policies(policy, has_profile=prior_LE is not None),
+        slots=_numbers("--slots", slots),
+        half_lives=_numbers("--half-life", half_life),
+        prior_weight=prior_weight,
+    )
+    replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
+    results = _run(replayed, conditions, prior_LE, num_victims=victims, wish_lag=wish_lag)
+    choices = best_half_life(results)
+    if plot is not None:
+        from hotset.cli.simulate_plot import draw
+
+        draw(results, plot, title=_title(replayed))
+    if as_json:
+        typer.echo(json.dumps(to_rows(results, choices, replayed), indent=2))
+    else:
+        print_results(results, choices, title=_title(replayed))
+
+
+def _title(trace: Trace) -> str:
+    inferred = " (from the highest id seen)" if trace.info.inferred else ""
+    return (
+        f"{trace.info.model}: {trace.num_layers} layers, {trace.max_experts} experts{inferred}, "
+        f"{len(trace.sequences)} sequences, {trace.num_tokens:,} tokens"
+    )
+
+
+def _prior(trace: Trace, profile_from: str) -> FloatArray | None:
+    if profile_from == NO_PROFILE:
+        return None
+    if profile_from in PARITIES:
+        held_out = trace.select(parity=profile_from)
+        return held_out.total_counts() / held_out.num_tokens
+    profile = Profile.load(profile_from)
+    profile.check_fits(trace.info.fingerprint, name=f"profile `{profile_from}`")
+    return profile.prior
+
+
+def _policies(named: list[str] | None, *, has_profile: bool) -> list[str]:
+    if named:
+        return list(dict.fromkeys(named))
+    return [name for name in DEFAULT_POLICIES if has_profile or name not in NEEDS_PROFILE]
+
+
+def _numbers(flag: str, text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"`{flag}` is `{text}`", hint="write numbers separated by commas: `0.25,0.5`"
+        ) from error
+    return list(dict.fromkeys(numbers))
+
+
+def _conditions(
+    *, policies: list[str], slots: list[float], half_lives: list[float], prior_weight: float
+) -> list[Condition]:
+    conditions = []
+    for name in policies:
+        for fraction in slots:
+            if name == HalfLife.name:
+                conditions += [
+                    Condition(name, fraction, half_life, prior_weight) for half_life in half_lives
+                ]
+            else:
+                conditions.append(Condition(name, fraction))
+    return conditions
+
+
+def _run(
+    trace: Trace,
+    conditions: list[Condition],
+    prior_LE: FloatArray | None,
+    *,
+    num_victims: int,
+    wish_lag: int,
+) -> list[Result]:
+    from rich.console import Console
+
+    with Console(stderr=True).status("replaying") as status:
+        return run_simulation(
+            trace,
+            conditions,
+            prior_LE=prior_LE,
+            num_victims=num_victims,
+            wish_lag=wish_lag,
+            progress=lambda name: status.update(f"replaying {trace.num_tokens:,} tokens: {name}"),
+        )

@@ -1,0 +1,43 @@
+"""Asks the planner for this engine's plan: the machine, and what the engine allocates itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hotset.core.charges import Workspace
+from hotset.core.config import EngineConfig
+from hotset.core.geometry import ModelGeometry
+from hotset.core.hardware import Machine
+from hotset.core.plan import MemoryPlan
+from hotset.core.planner import PlanRequest, make_plan
+from hotset.core.record import DTYPE_BYTES
+from hotset.core.units import MIB
+from hotset.runtime.probe import probe_machine
+
+# `Engine.logits` asks for every token's logits; it runs in chunks whose logits stay below this.
+LOGITS_BYTES = 64 * MIB
+
+
+def plan_engine(geometry: ModelGeometry, config: EngineConfig) -> tuple[Machine, MemoryPlan]:
+    """The machine as it is now, and the plan for a model on it; whether it fits is in the plan."""
+    machine = probe_machine(config.device)
+    request = PlanRequest.from_config(config)
+    return machine, make_plan(geometry, machine, request, workspaces=[*_workspaces(geometry)])
+
+
+def logits_chunk(geometry: ModelGeometry) -> int:
+    """Tokens whose logits, as computed and in float32, take at most `LOGITS_BYTES`."""
+    return max(1, LOGITS_BYTES // (geometry.vocab * (DTYPE_BYTES[geometry.dtype] + 4)))
+
+
+def _workspaces(geometry: ModelGeometry) -> Iterator[Workspace]:
+    yield Workspace("logits", "of a text, a part at a time", fixed_bytes=LOGITS_BYTES)
+    normed = [layer for layer in geometry.layers if layer.has_post_norm]
+    if normed:
+        # Expert outputs once more in the model's dtype, normed, and back in float32.
+        element = 2 * DTYPE_BYTES[geometry.dtype] + 4
+        yield Workspace(
+            "expert norms",
+            "copies of the expert outputs that a norm takes",
+            bytes_per_token=max(layer.top_k * layer.expert.hidden for layer in normed) * element,
+        )

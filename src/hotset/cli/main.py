@@ -8,6 +8,7 @@ import traceback
 
 import typer
 
+from hotset.cli import bench
 from hotset.cli.generate import generate
 from hotset.cli.plan import plan
 from hotset.cli.verify import verify
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plan)
 app.command()(verify)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback()

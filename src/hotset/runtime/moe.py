@@ -19,7 +19,7 @@ from hotset.runtime.routing import RoutingLog
 # From this many tokens on, a missing record is staged by the copy engine instead of being read in
 # place: a grouped GEMM reads a record once for each block of tokens, and each such read would
 # cross the link. Below it every record is read once.
-RING_TOKENS = 17
+RING_TOKENS = 65
 
 
 class MoERunner:

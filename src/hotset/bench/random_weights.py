@@ -1,0 +1,68 @@
+"""A weight source that makes a model of a given shape up, in memory.
+
+Speeds depend on shapes and placement, not on what the weights say; every record still has bytes
+of its own, so that a wrong address or a stale slot shows in the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hotset.core.geometry import ModelGeometry
+from hotset.core.units import MIB
+from hotset.experts.store import ExpertStore
+from hotset.models.geometry import build_meta
+from hotset.models.seam import IMPLEMENTATION, class_config, hotset_class, model_class
+from hotset.runtime.text import Text
+from hotset.runtime.weights import Progress
+
+# As transformers' initializer_range; keeps activations of deep random models finite.
+_STD = 0.02
+_GROUP_BYTES = 256 * MIB
+
+
+class RandomWeights:
+    """Random weights of one shape.
+
+    Args:
+        config: the shape.
+        dtype: compute dtype.
+        seed: of all weights.
+    """
+
+    text: Text | None = None
+    stop_ids: frozenset[int] = frozenset()
+
+    def __init__(self, config: PretrainedConfig, *, dtype: str = "bfloat16", seed: int = 0):
+        self._config = config
+        self._seed = seed
+        self.geometry: ModelGeometry = build_meta(config, dtype).geometry
+
+    def load_resident(self, device: torch.device) -> PreTrainedModel:
+        """The stock model without experts, initialised by its own rules on `device`."""
+        stock = model_class(self._config)
+        torch.manual_seed(self._seed)
+        with torch.device(device):
+            model: PreTrainedModel = hotset_class(stock)._from_config(
+                class_config(stock, self._config),
+                dtype=getattr(torch, self.geometry.dtype),
+                experts_implementation=IMPLEMENTATION,
+            )
+        model.eval()
+        return model
+
+    def fill_experts(self, store: ExpertStore, progress: Progress) -> None:
+        """Fills the arena a few hundred MiB at a time, drawn on the store's device."""
+        generator = torch.Generator(store.device).manual_seed(self._seed)
+        dtype = getattr(torch, self.geometry.dtype)
+        done, total = 0, self.geometry.expert_bytes
+        for index, layer in enumerate(store.layers):
+            per_group = max(1, _GROUP_BYTES // layer.expert.record_bytes)
+            for first in range(0, layer.num_experts, per_group):
+                count = min(per_group, layer.num_experts - first)
+                target = store.arena.record(index, first, count).view(dtype)
+                values = torch.empty(target.numel(), dtype=dtype, device=store.device)
+                target.copy_(values.normal_(0.0, _STD, generator=generator))
+                done += target.numel() * target.element_size()
+                progress(done, total)

@@ -1,0 +1,57 @@
+"""Best rates of this machine, measured now: the ceilings that figures are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hotset.bench.timing import time_ms
+from hotset.experts.store import ExpertStore
+from hotset.kernels.gather import gather_records
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Gigabytes (1e9 bytes) per second.
+
+    Attributes:
+        zero_copy_gbps: kernels reading page-locked host memory in place.
+        copy_engine_gbps: host to device copies of long runs.
+        hbm_gbps: reading device memory (a reduction, which writes next to nothing).
+    """
+
+    zero_copy_gbps: float
+    copy_engine_gbps: float
+    hbm_gbps: float
+
+
+def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:
+    """Rates between this store's arena and its device; on a CPU all three are of its memory.
+
+    Args:
+        store: filled; its arena is what is read, so pages, registration and alignment are those
+            of the engine.
+        num_bytes: read in one repeat, at most the arena; several times the caches.
+    """
+    device, layer = store.device, store.layers[0]
+    record_bytes = layer.expert.record_bytes
+    num_records = min(num_bytes // record_bytes, layer.num_experts)
+    addresses = torch.tensor([store.arena.address(0, e) for e in range(num_records)], device=device)
+    target = torch.empty((num_records, record_bytes), dtype=torch.uint8, device=device)
+    zero_copy = min(
+        time_ms(lambda: gather_records(addresses, record_bytes, target), device=device, repeats=5)
+    )
+    source = store.arena.record(0, 0, num_records)
+    flat = target.view(-1)
+    copied = min(time_ms(lambda: flat.copy_(source, non_blocking=True), device=device, repeats=5))
+    moved = num_records * record_bytes / 1e6
+    return Rates(moved / zero_copy, moved / copied, _read_rate(device))
+
+
+def _read_rate(device: torch.device) -> float:
+    """Best of a few read-only reductions over memory that no cache holds."""
+    num = 2**30 if device.type == "cuda" else 2**26
+    data = torch.randint(0, 2**31 - 1, (num,), dtype=torch.int32, device=device).view(torch.float32)
+    best = min(time_ms(lambda: torch.amax(data), device=device, repeats=5))
+    return num * 4 / 1e6 / best

@@ -1,0 +1,150 @@
+"""`hotset bench`: measures this machine with random models of published shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hotset.cli.options import (
+    Context,
+    Device,
+    Json,
+    KernelsOption,
+    PrefillChunk,
+    Vram,
+    engine_config,
+)
+from hotset.cli.progress import loading_bar
+from hotset.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hotset.bench.rows import Row
+
+app = typer.Typer(no_args_is_help=True, help="Measure this machine, with random models by shape.")
+
+Shape = Annotated[str, typer.Option(help="Published shape, e.g. `qwen3-30b-a3b`, or `tiny`.")]
+Layers = Annotated[int | None, typer.Option(help="Cut the depth to this many layers.")]
+Rows = Annotated[Path | None, typer.Option("--rows", help="Append the rows to this file.")]
+
+
+@app.command()
+def experts(
+    *,
+    shape: Shape = "qwen3-30b-a3b",
+    layers: Layers = None,
+    device: Device = None,
+    kernels: KernelsOption = None,
+    hits: Annotated[
+        str, typer.Option(help="Shares of routed experts that have a slot.")
+    ] = "0,0.5,0.9,1",
+    tokens: Annotated[str, typer.Option(help="Tokens of a step.")] = "1",
+    rows: Rows = None,
+    as_json: Json = False,
+) -> None:
+    """Time the expert kernels alone against the speed of light of link and HBM.
+
+    Example: `hotset bench experts --shape qwen3-30b-a3b --hits 0,0.5,1 --tokens 1,8`
+    """
+    cases = [(h, t) for t in _numbers(tokens, "--tokens") for h in _numbers(hits, "--hits")]
+    from hotset.bench.experts import ExpertsCase, bench_experts, half
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.shapes import shape_config
+    from hotset.core.slot_pools import SlotPools
+    from hotset.experts.store import ExpertStore
+    from hotset.kernels.dispatch import select_kernels
+    from hotset.runtime.probe import choose_device
+
+    where = choose_device(device)
+    source = RandomWeights(shape_config(shape, num_layers=layers))
+    moe = source.geometry.layers
+    pools = SlotPools.build(
+        num_experts=[layer.num_experts for layer in moe],
+        record_bytes=[layer.expert.record_bytes for layer in moe],
+        num_slots={moe[0].expert.record_bytes: sum(half(layer) for layer in moe)},
+    )
+    with ExpertStore(moe, pools, device=where, staging_records=0) as store:
+        with loading_bar() as progress:
+            source.fill_experts(store, progress)
+        found = bench_experts(
+            store,
+            select_kernels(where, kernels),
+            [ExpertsCase(hits=h, num_tokens=int(t)) for h, t in cases],
+            shape=shape,
+        )
+        _report(found, file=rows, as_json=as_json)
+
+
+@app.command()
+def generate(  # noqa: PLR0913 - one parameter for each flag
+    *,
+    shape: Shape = "qwen3-30b-a3b",
+    layers: Layers = None,
+    vram: Vram = None,
+    device: Device = None,
+    context: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    kernels: KernelsOption = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Random prompt ids.")] = 64,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    rows: Rows = None,
+    as_json: Json = False,
+) -> None:
+    """Load a random model within a budget and generate, planned against measured.
+
+    Example: `hotset bench generate --shape qwen3-30b-a3b --vram 16GiB`
+    """
+    config = engine_config(
+        f"random {shape}",
+        vram=vram,
+        device=device,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        kernels=kernels,
+    )
+    from hotset.bench.generate import bench_generate
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.shapes import shape_config
+
+    source = RandomWeights(shape_config(shape, num_layers=layers))
+    with loading_bar() as progress:
+        found = list(
+            bench_generate(
+                source,
+                config,
+                shape=shape,
+                num_prompt=prompt_tokens,
+                num_tokens=max_tokens,
+                progress=progress,
+            )
+        )
+    _report(found, file=rows, as_json=as_json)
+
+
+def _numbers(text: str, flag: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"`{flag}` is `{text}`, which is not a list of numbers", hint="write `0,0.5,1`"
+        ) from error
+
+
+def _report(rows: Iterable[Row], *, file: Path | None, as_json: bool) -> None:
+    """Prints each row as it comes, then keeps them."""
+    from hotset.bench.rows import append
+
+    kept = []
+    for row in rows:
+        kept.append(row)
+        if not as_json:
+            against = "" if row.sol is None else f", speed of light {row.sol:.4g}"
+            ratio = "" if row.ratio_to_sol is None else f" ({row.ratio_to_sol:.3f} of it)"
+            typer.echo(f"{row.case}: {row.figure} {row.p50:.4g} {row.unit}{against}{ratio}")
+    if as_json:
+        typer.echo(json.dumps([json.loads(row.to_json()) for row in kept]))
+    if file is not None:
+        append(kept, file)

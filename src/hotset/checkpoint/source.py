@@ -1,0 +1,88 @@
+"""From the name of a model to a local folder that can be loaded.
+
+Knows the three kinds of names (`pocket`, a folder, a Hub id) and which files make up a
+checkpoint. Knows nothing of what is inside the files; remote code is never fetched or trusted.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+from pathlib import Path
+
+from hotset.checkpoint import hub
+from hotset.core.errors import CheckpointError
+
+POCKET = "pocket"
+
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def resolve_model(name: str, revision: str | None = None) -> Path:
+    """The folder with config, tokenizer and safetensors files of a model, downloaded if need be.
+
+    Args:
+        name: `pocket` (the model inside the package; `./pocket` is a folder of that name), a
+            folder, or a Hub id.
+        revision: branch, tag or commit of a Hub id.
+
+    Raises:
+        CheckpointError: no such model, or no safetensors files in it.
+        CapacityError: the disk cannot take the download.
+    """
+    folder = _local_folder(name)
+    if folder is not None:
+        _require_weights(folder)
+        return folder
+    downloaded = hub.download(name, revision)
+    _require_weights(downloaded)
+    return downloaded
+
+
+def resolve_config_only(name: str, revision: str | None = None) -> Path:
+    """As `resolve_model`, but of a Hub id only configs and the shard list are fetched.
+
+    Raises:
+        CheckpointError: no such model, or it has no `config.json`.
+    """
+    folder = _local_folder(name)
+    return folder if folder is not None else hub.download_configs(name, revision)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The local folder that `name` means, or `None` when it is a Hub id."""
+    if name == POCKET:
+        return Path(str(importlib.resources.files("hotset") / "models" / POCKET))
+    path = Path(name).expanduser()
+    if name and path.is_dir():
+        _require_config(path)
+        return path
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"`{name}` is a GGUF file", hint=hub.GGUF_HINT)
+    if path.is_file():
+        raise CheckpointError(
+            f"`{name}` is a file, not a checkpoint folder",
+            hint="give the folder that holds `config.json` and the safetensors files",
+        )
+    if path.is_absolute() or not _HUB_ID.fullmatch(name) or name.startswith("."):
+        raise CheckpointError(
+            f"no folder `{name}`",
+            hint="give an existing folder, a Hub id `owner/name`, or `pocket`",
+        )
+    return None
+
+
+def _require_config(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        gguf = next(folder.glob("*.gguf"), None)
+        if gguf is not None:
+            raise CheckpointError(f"`{folder}` holds GGUF files", hint=hub.GGUF_HINT)
+        raise CheckpointError(
+            f"no `config.json` in `{folder}`", hint="give the folder of a Hugging Face checkpoint"
+        )
+
+
+def _require_weights(folder: Path) -> None:
+    """Refuses a folder without safetensors files, by what it has instead."""
+    hub.require_safetensors(str(folder), os.listdir(folder))

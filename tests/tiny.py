@@ -190,6 +190,7 @@ def build_tiny(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     with_towers: bool = False,
+    config: Any = None,
 ) -> Any:
     """A stock model with `eager` experts, in evaluation mode.
 
@@ -198,8 +199,9 @@ def build_tiny(
 
     Args:
         with_towers: build a composite type whole, as its checkpoints are.
+        config: instead of `tiny_config(model_type)`.
     """
-    config = tiny_config(model_type)
+    config = config or tiny_config(model_type)
     auto = AutoModelForImageTextToText if with_towers else auto_class(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -220,13 +222,18 @@ def save_tiny(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     max_shard_size: int | str = "64KB",
+    config: Any = None,
 ) -> Any:
     """Saves a tiny checkpoint to `folder` and returns the stock model that it was made from.
 
     Composite types are saved whole, with their towers, as they are published.
     """
     model = build_tiny(
-        model_type, dtype=dtype, seed=seed, with_towers=model_type in COMPOSITE_MODEL_TYPES
+        model_type,
+        dtype=dtype,
+        seed=seed,
+        with_towers=model_type in COMPOSITE_MODEL_TYPES,
+        config=config,
     )
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model

@@ -1,0 +1,262 @@
+"""What every tensor of a checkpoint is for: an expert, a resident weight, or nothing.
+
+Uses the library's own conversion mapping (renamings, then at most one converter per key), so no
+architecture is named here. Knows names only; `validate` compares shapes and dtypes and says what
+is wrong, `loader` moves bytes.
+
+`rename_source_key` and `get_model_conversion_mapping` are internals of transformers: one minor
+line is supported, and a test per checkpoint layout holds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from hotset.checkpoint.index import CheckpointIndex, TensorEntry
+from hotset.checkpoint.params import ExpertParam
+
+# Tower of another modality, by the words that name it, as a whole component or its beginning.
+_TOWER = re.compile(
+    r"(^|\.)(vision|visual|image|video|audio|speech|mm_|multi_?modal|patch_merger)[^.]*(\.|$)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertPiece:
+    """A checkpoint tensor that holds (a part of) a fused expert parameter.
+
+    Attributes:
+        entry: the tensor.
+        param: the parameter.
+        part: index into the converter's sources, e.g. gate 0, up 1; 0 without a converter.
+        expert: id, or `None` when the tensor holds all experts of the layer.
+        suffix: empty for weights; for the companions of quantised weights what tells them apart
+            (`weight_scale`, `blocks`, ...).
+        converter: what the library does with it, `None` when it is only renamed.
+    """
+
+    entry: TensorEntry
+    param: ExpertParam
+    part: int
+    expert: int | None
+    suffix: str
+    converter: WeightConverter | None
+
+
+@dataclass(frozen=True, slots=True)
+class CoreTensor:
+    """A checkpoint tensor that the library loads into the module tree.
+
+    Attributes:
+        entry: the tensor.
+        target: name in the model's state dict; the first one when a converter makes several.
+        source: the source pattern that matched, `None` when it is only renamed.
+        converter: the converter that consumes it, likewise.
+    """
+
+    entry: TensorEntry
+    target: str
+    source: str | None
+    converter: WeightConverter | None
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """All state dict names that it contributes to."""
+        if self.converter is None:
+            return (self.target,)
+        first, *_ = patterns = self.converter.target_patterns
+        return tuple(self.target.replace(first, pattern) for pattern in patterns)
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """Every tensor of a checkpoint, in exactly one of four lists.
+
+    Attributes:
+        params: the expert parameters that were looked for.
+        pieces: tensors of experts.
+        core: tensors of the module tree.
+        ignored: tensors that are rightly left alone, each with the reason.
+        unexpected: tensors that nothing asks for, with the name that the model would know them by.
+    """
+
+    params: tuple[ExpertParam, ...]
+    pieces: tuple[ExpertPiece, ...]
+    core: tuple[CoreTensor, ...]
+    ignored: tuple[tuple[TensorEntry, str], ...]
+    unexpected: tuple[tuple[TensorEntry, str], ...]
+
+    @classmethod
+    def build(
+        cls,
+        index: CheckpointIndex,
+        *,
+        model: PreTrainedModel,
+        params: Sequence[ExpertParam],
+        towers: Sequence[str] = (),
+    ) -> KeyMap:
+        """Classifies every tensor of a checkpoint.
+
+        Args:
+            index: the checkpoint.
+            model: the meta-device model with the expert parameters removed.
+            params: what was removed.
+            towers: module paths of vision and audio towers that were removed as well.
+        """
+        classifier = _Classifier(model, params, towers)
+        pieces: list[ExpertPiece] = []
+        core: list[CoreTensor] = []
+        ignored: list[tuple[TensorEntry, str]] = []
+        unexpected: list[tuple[TensorEntry, str]] = []
+        # The library's own order: some of its renamings are switched on by an earlier key.
+        for name in sorted(index, key=dot_natural_key):
+            entry = index[name]
+            found, target = classifier.classify(entry)
+            if isinstance(found, ExpertPiece):
+                pieces.append(found)
+            elif isinstance(found, CoreTensor):
+                core.append(found)
+            elif (reason := classifier.ignore_reason(target)) is not None:
+                ignored.append((entry, reason))
+            else:
+                unexpected.append((entry, target))
+        return cls(tuple(params), tuple(pieces), tuple(core), tuple(ignored), tuple(unexpected))
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of expert tensors in the files."""
+        return sum(piece.entry.nbytes for piece in self.pieces)
+
+    @property
+    def core_bytes(self) -> int:
+        """Bytes of resident tensors in the files."""
+        return sum(tensor.entry.nbytes for tensor in self.core)
+
+
+class _Classifier:
+    """The library's renaming, asked key by key."""
+
+    def __init__(
+        self, model: PreTrainedModel, params: Sequence[ExpertParam], towers: Sequence[str]
+    ) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [t for t in mapping if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in mapping if isinstance(t, WeightConverter)]
+        self._by_source = {p: c for c in self._converters for p in c.source_patterns}
+        self._prefix = model.base_model_prefix
+        self._params = {param.full_name: param for param in params}
+        self._param_names = {param.name for param in params}
+        self._core = set(model.state_dict())
+        # `rename_source_key` asks whether a name is in the stock model; any value but None does.
+        self._known = dict.fromkeys(self._core | self._params.keys(), True)
+        self._towers = tuple(f"{tower}." for tower in towers)
+        self._layer_lists = _decoder_lists(model, params)
+        self._library_ignores = _library_ignores(model)
+
+    def classify(self, entry: TensorEntry) -> tuple[ExpertPiece | CoreTensor | None, str]:
+        """What a tensor is (`None`: nothing that the model has) and its name in the model."""
+        target, source = self._rename(entry.name)
+        if target in self._core:
+            converter = None if source is None else self._by_source[source]
+            return CoreTensor(entry, target, source, converter), target
+        piece = self._piece(entry, entry.name, target, source, "")
+        for probe, suffix in () if piece else self._weight_names(entry.name):
+            piece = piece or self._piece(entry, probe, *self._rename(probe), suffix)
+        return piece, target
+
+    def _rename(self, key: str) -> tuple[str, str | None]:
+        target, source = rename_source_key(
+            key, self._renamings, self._converters, self._prefix, self._known
+        )
+        if target not in self._known and key in self._known:
+            # As the library: a name that the model knows as it stands is not renamed.
+            return rename_source_key(key, [], [], self._prefix, self._known)
+        return target, source
+
+    def _piece(
+        self, entry: TensorEntry, key: str, target: str, source: str | None, suffix: str
+    ) -> ExpertPiece | None:
+        param = self._params.get(target)
+        if param is None:
+            return None
+        if source is None:
+            return ExpertPiece(entry, param, 0, None, suffix, None)
+        converter = self._by_source[source]
+        part = converter.source_patterns.index(source)
+        if "*." not in source:
+            return ExpertPiece(entry, param, part, None, suffix, converter)
+        # The library's pattern takes anything in the place of the expert id; it must be a number.
+        renamed = apply_renamings(key, self._renamings)
+        match = re.search(source.replace("*.", r"(\d+)\."), renamed)
+        if match is None:
+            return None
+        return ExpertPiece(entry, param, part, int(match.group(1)), suffix, converter)
+
+    def _weight_names(self, key: str) -> list[tuple[str, str]]:
+        """Names that the weight beside a quantised companion would have, with the suffix.
+
+        `w1.weight_scale` stands beside `w1.weight`, `gate_up_proj_blocks` for `gate_up_proj`.
+        """
+        head, _, last = key.rpartition(".")
+        if last == "weight" or last.endswith("bias"):
+            return []
+        fused = [name for name in self._param_names if last.startswith(f"{name}_")]
+        return [
+            (f"{head}.weight", last),
+            *((f"{head}.{name}", last[len(name) + 1 :]) for name in fused),
+        ]
+
+    def ignore_reason(self, target: str) -> str | None:
+        """Why a tensor that the model does not have may be left alone, if it may."""
+        names = (target, f"{self._prefix}.{target}", target.removeprefix(f"{self._prefix}."))
+        if any(name.startswith(self._towers) for name in names) or _TOWER.search(target):
+            return "a vision or audio tower, not loaded for text"
+        for layers, length in self._layer_lists:
+            if any((m := layers.match(name)) and int(m.group(1)) >= length for name in names):
+                return f"a layer beyond the model's {length}, as for multi-token prediction"
+        if any(pattern.search(target) for pattern in self._library_ignores):
+            return "transformers ignores it for this model class"
+        return None
+
+
+def _decoder_lists(
+    model: nn.Module, params: Sequence[ExpertParam]
+) -> list[tuple[re.Pattern[str], int]]:
+    """The module lists that the MoE layers are members of: names in them, and their lengths."""
+    paths = {match.group(1) for p in params if (match := re.match(r"(.+?)\.\d+\.", p.module))}
+    return [
+        (
+            re.compile(re.escape(path) + r"\.(\d+)\."),
+            len(list(model.get_submodule(path).children())),
+        )
+        for path in sorted(paths)
+    ]
+
+
+def _library_ignores(model: PreTrainedModel) -> list[re.Pattern[str]]:
+    """Patterns of checkpoint tensors that the library leaves alone without a word.
+
+    The class's own, its sub-models' (collected by the library), and two that it adds by hand for
+    checkpoints from the time when these buffers were saved.
+    """
+    patterns: set[Any] = set(model._keys_to_ignore_on_load_unexpected or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return [re.compile(pattern) for pattern in patterns]

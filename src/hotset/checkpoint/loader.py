@@ -1,0 +1,305 @@
+"""Streams experts from the shards into their records, one piece at a time.
+
+Knows where the bytes of an expert are and how a record wants them (gate rows, then up rows, each
+[out, in]); knows nothing of where records live: `destination` hands out views. Host memory beyond
+those views is one piece a thread, or one expert's pieces where the library must convert them.
+
+Three routes, all ending in the same place bit by bit:
+    read        the file's rows are the record's rows: read straight into it
+    rearrange   transposed, interleaved or of another dtype: read to scratch, one copy
+    convert     the library's own operations, run on one expert
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+
+import torch
+
+from hotset.checkpoint.convert import convert_expert, stacks_rows
+from hotset.checkpoint.finite import is_finite
+from hotset.checkpoint.index import TensorEntry
+from hotset.checkpoint.mapping import ExpertPiece, KeyMap
+from hotset.checkpoint.params import ExpertParam
+from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.resident import require_finite
+from hotset.core.errors import CheckpointError
+
+# (layer, expert) -> writable views of the record's fields by name. Called from several threads
+# and several times for a record.
+Destination = Callable[[int, int], dict[str, torch.Tensor]]
+# (bytes done, bytes in total); called in the caller's thread, a few times a second.
+Progress = Callable[[int, int], None]
+
+_PROGRESS_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded.
+
+    Attributes:
+        num_bytes: read from the files.
+        num_records: experts filled.
+        seconds: wall time.
+    """
+
+    num_bytes: int
+    num_records: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One expert's bytes of one checkpoint tensor; `shape` has no expert dimension."""
+
+    entry: TensorEntry
+    part: int
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.entry.dtype)
+        return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Fills (rows of) one field of one record.
+
+    Attributes:
+        piece: says which parameter, and how it is converted.
+        sources: one, or all of the expert's where `convert` is set.
+        convert: run the library's converter instead of copying.
+        rows: rows of the field that a single source fills; all where it is `None`.
+    """
+
+    expert: int
+    piece: ExpertPiece
+    sources: tuple[_Source, ...]
+    convert: bool = False
+    rows: slice | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.nbytes for source in self.sources)
+
+
+def load_experts(
+    key_map: KeyMap,
+    *,
+    destination: Destination,
+    progress: Progress | None = None,
+    num_threads: int | None = None,
+    keep_file_cache: bool = False,
+) -> LoadReport:
+    """Fills the records of all experts, in the order in which their bytes lie in the files.
+
+    When this returns or raises, `KeyboardInterrupt` included, no thread writes to a record any
+    more and every file is closed.
+
+    Args:
+        key_map: a checkpoint that `validate.check_complete` has passed.
+        destination: views of one record's fields, shaped as `ExpertSpec` says. Another float
+            dtype than the file's is cast to, once. Must be thread-safe.
+        progress: told how far it is.
+        num_threads: readers; default up to 4, by the cores there are. The result is the same.
+        keep_file_cache: see `ShardReader`.
+
+    Raises:
+        CheckpointError: a file is unreadable or ends early, a tensor holds NaN or Inf, or a value
+            does not fit the record's dtype; names tensor and file.
+    """
+    start = time.monotonic()
+    jobs = _plan_jobs(key_map)
+    num_threads = num_threads or min(4, os.cpu_count() or 1)
+    with ShardReader(keep_file_cache=keep_file_cache) as reader:
+        crew = _Crew(jobs, reader, destination)
+        crew.run(num_threads, progress)
+    records = {(job.piece.param.layer, job.expert) for job in jobs}
+    return LoadReport(crew.total_bytes, len(records), time.monotonic() - start)
+
+
+def _plan_jobs(key_map: KeyMap) -> list[_Job]:
+    """All jobs, ordered by the place of their first byte, so that disks are read forwards."""
+    pieces: dict[tuple[str, int | None], list[ExpertPiece]] = defaultdict(list)
+    for piece in key_map.pieces:
+        pieces[piece.param.full_name, piece.expert].append(piece)
+    jobs = [job for parts in pieces.values() for job in _jobs_of(parts)]
+    jobs.sort(key=lambda job: (job.sources[0].entry.file, job.sources[0].offset))
+    return jobs
+
+
+def _jobs_of(parts: list[ExpertPiece]) -> Iterator[_Job]:
+    """The jobs of one parameter and one expert, or of all experts when the tensor is fused."""
+    parts = sorted(parts, key=lambda piece: piece.part)
+    piece = parts[0]
+    experts = range(piece.param.shape[0]) if piece.expert is None else [piece.expert]
+    for expert in experts:
+        sources = tuple(_source(part, expert) for part in parts)
+        if piece.converter is None:
+            yield _Job(expert, piece, sources)
+        elif _only_stacks(piece):
+            first = 0
+            for source in sources:
+                end = first + source.shape[0]
+                yield _Job(expert, piece, (source,), rows=slice(first, end))
+                first = end
+        else:
+            yield _Job(expert, piece, sources, convert=True)
+
+
+def _only_stacks(piece: ExpertPiece) -> bool:
+    """Whether an expert's tensors go below each other in the record as they are."""
+    param, converter = piece.param, piece.converter
+    assert converter is not None
+    is_plain = not param.transposed and not param.interleaved
+    return piece.expert is not None and is_plain and stacks_rows(converter)
+
+
+def _source(piece: ExpertPiece, expert: int) -> _Source:
+    entry = piece.entry
+    if piece.expert is not None:
+        return _Source(entry, piece.part, entry.offset, entry.shape)
+    slice_bytes = entry.nbytes // entry.shape[0]
+    return _Source(entry, piece.part, entry.offset + expert * slice_bytes, entry.shape[1:])
+
+
+def as_in_module(field: torch.Tensor, param: ExpertParam) -> torch.Tensor:
+    """A record field seen in the order of the module's parameter: a view, without a copy.
+
+    Args:
+        field: [out, in] or [out], gate rows before up rows.
+        param: how the module stores it.
+
+    Returns:
+        [out, in], or [in, out] when transposed; an interleaved output dimension of 2I becomes two
+        of [I, 2], so that a contiguous tensor of the module's shape can be viewed likewise.
+    """
+    view = field.unflatten(0, (2, -1)).transpose(0, 1) if param.interleaved else field
+    return view.movedim(-1, 0) if param.transposed else view
+
+
+class _Crew:
+    """A few threads that work off one list of jobs in order, and stop together."""
+
+    def __init__(self, jobs: list[_Job], reader: ShardReader, destination: Destination) -> None:
+        self.total_bytes = sum(job.nbytes for job in jobs)
+        self._jobs = iter(enumerate(jobs))
+        self._reader = reader
+        self._destination = destination
+        self._left = Counter(source.entry.file for job in jobs for source in job.sources)
+        self._done_bytes = 0
+        self._failures: dict[int, Exception] = {}
+        self._stop = Event()
+        self._lock = Lock()
+
+    def run(self, num_threads: int, progress: Progress | None) -> None:
+        """Works until all is done; raises what the first failing job in order raised."""
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="load-experts") as pool:
+            try:
+                workers = {pool.submit(self._work) for _ in range(num_threads)}
+                while workers:
+                    workers = wait(workers, timeout=_PROGRESS_SECONDS).not_done
+                    if progress is not None:
+                        progress(self._done_bytes, self.total_bytes)
+            finally:
+                # On Ctrl-C each thread finishes its piece; leaving the block waits for them.
+                self._stop.set()
+        if self._failures:
+            raise self._failures[min(self._failures)]
+
+    def _work(self) -> None:
+        scratch = _Scratch()
+        while not self._stop.is_set():
+            with self._lock:
+                number, job = next(self._jobs, (-1, None))
+            if job is None:
+                return
+            try:
+                self._do(job, scratch)
+            except Exception as error:
+                # Jobs are handed out in order, so of several failures the first in order is among
+                # those recorded: the message does not depend on timing.
+                self._failures[number] = error
+                self._stop.set()
+                raise
+            self._finish(job)
+
+    def _do(self, job: _Job, scratch: _Scratch) -> None:
+        param = job.piece.param
+        field = self._destination(param.layer, job.expert)[param.field]
+        rows = as_in_module(field if job.rows is None else field[job.rows], param)
+        if job.convert:
+            self._convert(job, rows)
+            return
+        (source,) = job.sources
+        if rows.is_contiguous() and rows.dtype == source.dtype and rows.device.type == "cpu":
+            self._reader.read_into(source.entry.file, source.offset, rows)
+            require_finite(rows, source.entry)
+            return
+        read = scratch.take(source)
+        self._reader.read_into(source.entry.file, source.offset, read)
+        require_finite(read, source.entry)
+        _copy(read, rows, [source])
+
+    def _convert(self, job: _Job, destination: torch.Tensor) -> None:
+        converter = job.piece.converter
+        assert converter is not None
+        sources = {}
+        for source in job.sources:
+            # Of a tensor fused over experts the converter sees a slice of one expert.
+            shape = (1, *source.shape) if job.piece.expert is None else source.shape
+            read = torch.empty(shape, dtype=source.dtype)
+            self._reader.read_into(source.entry.file, source.offset, read)
+            require_finite(read, source.entry)
+            sources[converter.source_patterns[source.part]] = read
+        _copy(convert_expert(converter, sources, job.piece.param), destination, job.sources)
+
+    def _finish(self, job: _Job) -> None:
+        with self._lock:
+            self._done_bytes += job.nbytes
+            self._left.subtract(source.entry.file for source in job.sources)
+            used_up: Iterable[Path] = {
+                source.entry.file for source in job.sources if not self._left[source.entry.file]
+            }
+        for file in used_up:
+            self._reader.release(file)
+
+
+class _Scratch:
+    """One thread's reading buffer; grows to the largest piece."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, source: _Source) -> torch.Tensor:
+        if len(self._bytes) < source.nbytes:
+            self._bytes = torch.empty(source.nbytes, dtype=torch.uint8)
+        return self._bytes[: source.nbytes].view(source.dtype).view(source.shape)
+
+
+def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[_Source]) -> None:
+    """Rearranges and casts; finite values that the record's dtype cannot hold are an error."""
+    if read.dtype != destination.dtype:
+        read = read.to(destination.dtype)
+        if not is_finite(read):
+            entry = next(iter(sources)).entry
+            raise CheckpointError(
+                f"tensor `{entry.name}` in `{entry.file}` has values that "
+                f"{str(destination.dtype).removeprefix('torch.')} cannot hold",
+                hint=f"use `--dtype {entry.dtype}`",
+            )
+    destination.copy_(read.reshape(destination.shape))

@@ -1,10 +1,21 @@
-"""Shared fixtures. Tests that need the optional data folder skip with a reason where it is missing."""
+"""Shared fixtures. Tests that need the optional data folder skip with a reason where it is missing.
+
+Also decides, before anything imports Triton, how its kernels run in this process: on the GPU
+where there is one, in Triton's interpreter otherwise. Both kinds cannot be had in one process.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
+
+if torch.cuda.is_available():
+    os.environ.pop("TRITON_INTERPRET", None)
+else:
+    os.environ["TRITON_INTERPRET"] = "1"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -6,7 +6,7 @@ lies. Whatever orders a reduction (`cols`) is a constant of the table; nothing i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -44,17 +44,19 @@ ONE_TOKEN_DOWN = {2: Tile(8, 256, 4, 3), 4: Tile(8, 128, 4, 3)}
 
 # Many tokens, by (bytes of an element, tokens of a block). Up to 64 tokens it is the reading of
 # weights that takes time: narrow tiles, many programs, 256-byte row pieces. FP32 is IEEE, which
-# has no tensor core, so small tiles keep it in registers.
+# has no tensor core, so small tiles keep it in registers. Of two tiles the second is for cards
+# whose shared memory holds fewer than `_MIN_STAGES` steps of the first.
 GROUPED = {
-    (2, 16): Tile(64, 128, 4, 4),
-    (2, 32): Tile(64, 128, 4, 4),
-    (2, 64): Tile(128, 64, 4, 4, group=4),
-    (2, 128): Tile(256, 64, 8, 4, group=8),
-    (4, 16): Tile(32, 32, 4, 2),
-    (4, 32): Tile(32, 32, 4, 2),
-    (4, 64): Tile(64, 16, 4, 2, group=4),
-    (4, 128): Tile(64, 16, 8, 2, group=8),
+    (2, 16): (Tile(64, 128, 4, 4),),
+    (2, 32): (Tile(64, 128, 4, 4),),
+    (2, 64): (Tile(128, 64, 4, 4, group=4),),
+    (2, 128): (Tile(256, 64, 8, 4, group=8), Tile(128, 64, 8, 3, group=8)),
+    (4, 16): (Tile(32, 32, 4, 2),),
+    (4, 32): (Tile(32, 32, 4, 2),),
+    (4, 64): (Tile(64, 16, 4, 2, group=4),),
+    (4, 128): (Tile(64, 16, 8, 2, group=8),),
 }
+_MIN_STAGES = 3
 
 
 def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
@@ -68,10 +70,15 @@ def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 128 if num_tokens * top_k > _MEAN_TOKENS_FOR_128 * num_experts else 64
 
 
-def grouped_stages(tile: Tile, block_tokens: int, element_bytes: int, shared_bytes: int) -> int:
-    """Steps in flight that fit the shared memory of a block; the table's number at most."""
-    step_bytes = (block_tokens + tile.rows) * tile.cols * element_bytes
-    return max(1, min(tile.stages, shared_bytes // step_bytes))
+def grouped_tile(element_bytes: int, block_tokens: int, shared_bytes: int) -> Tile:
+    """The table's tile that fits a block's shared memory, with the stages that fit."""
+    tiles = GROUPED[element_bytes, block_tokens]
+    for tile in tiles:
+        step_bytes = (block_tokens + tile.rows) * tile.cols * element_bytes
+        stages = min(tile.stages, shared_bytes // step_bytes)
+        if stages >= min(tile.stages, _MIN_STAGES) or tile is tiles[-1]:
+            break
+    return replace(tile, stages=max(1, stages))
 
 
 @cache

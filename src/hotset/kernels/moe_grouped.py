@@ -31,7 +31,7 @@ from hotset.kernels.device import (
     up_rows,
 )
 from hotset.kernels.grouping import Grouping
-from hotset.kernels.launch import GROUPED, Tile, grouped_stages, shared_memory_bytes
+from hotset.kernels.launch import Tile, grouped_tile, shared_memory_bytes
 
 
 @triton.jit
@@ -99,6 +99,12 @@ def _products(
         w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
         acc = dot_rows(v, w, acc, INTERPRET)
     return acc
+
+
+@triton.jit
+def _store_rows(y_NH, y, pair, live, rows, HIDDEN: tl.constexpr):
+    out = y_NH + pair.to(tl.int64)[:, None] * HIDDEN + rows[None, :]
+    tl.store(out, y, mask=live[:, None] & (rows < HIDDEN)[None, :])
 
 
 @triton.jit
@@ -204,11 +210,9 @@ def _down_kernel(
     place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside = rows < HIDDEN
-    out = y_NH + pair.to(tl.int64)[:, None] * HIDDEN + rows[None, :]
-    stored = live[:, None] & inside[None, :]
     if record == 0:
-        zeroed = (expert == num_experts) | ZERO_ABSENT
-        tl.store(out, tl.zeros((TOKENS, ROWS), tl.float32), mask=stored & zeroed)
+        live &= (expert == num_experts) | ZERO_ABSENT
+        _store_rows(y_NH, tl.zeros((TOKENS, ROWS), tl.float32), pair, live, rows, HIDDEN)
         return
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
@@ -223,7 +227,10 @@ def _down_kernel(
         slot = field_pointer(fill, BIAS, dtype)
         bias = load_weights(bias, slot, rows, inside, fill, whole, FILL)
         y += bias.to(tl.float32)[None, :]
-    tl.store(out, y, mask=stored)
+    # Read again: kept from above, they and the pointers would hold registers all through the
+    # product (a 128 x 256 tile spilled 240 bytes on sm_90).
+    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    _store_rows(y_NH, y, pair, live, rows, HIDDEN)
 
 
 def grouped(
@@ -243,7 +250,8 @@ def grouped(
     if y_TKH is None:
         y_TKH = x_TH.new_empty(num_tokens, top_k, hidden, dtype=torch.float32)
     h_NI = x_TH.new_empty(num_tokens * top_k, inter)
-    tile = GROUPED[x_TH.element_size(), grouping.block_tokens]
+    limit = shared_memory_bytes(x_TH.device)
+    tile = grouped_tile(x_TH.element_size(), grouping.block_tokens, limit)
     units = tile.rows // 2 if spec.gate.has_gate else tile.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     blocks = (
@@ -259,7 +267,7 @@ def grouped(
         "INTER": inter,
         "HAS_BIAS": spec.has_bias,
         "FILL": fill_E is not None,
-        **_launch_constants(tile, grouping.block_tokens, x_TH),
+        **_launch_constants(tile, grouping.block_tokens),
     }
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
@@ -287,8 +295,7 @@ def grouped(
     return y_TKH
 
 
-def _launch_constants(tile: Tile, block_tokens: int, x_TH: torch.Tensor) -> dict[str, Any]:
-    limit = shared_memory_bytes(x_TH.device)
+def _launch_constants(tile: Tile, block_tokens: int) -> dict[str, Any]:
     return {
         "TOKENS": block_tokens,
         "ROWS": tile.rows,
@@ -296,5 +303,5 @@ def _launch_constants(tile: Tile, block_tokens: int, x_TH: torch.Tensor) -> dict
         "GROUP": tile.group,
         "INTERPRET": is_interpreted(_up_kernel),
         "num_warps": tile.warps,
-        "num_stages": grouped_stages(tile, block_tokens, x_TH.element_size(), limit),
+        "num_stages": tile.stages,
     }

@@ -1,0 +1,126 @@
+"""Compiles the kernels for a GPU that need not be there, and prints facts about each as JSON.
+
+Run as a program, outside the interpreter: `compile_kernels.py 90` for sm_90. Goes through the
+real launchers, which then stop before the launch; so what is compiled is what would run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hotset.core.geometry import ExpertSpec, Gate, GateForm
+from hotset.kernels import combine, copy_kernel, device, grouping, moe_decode, moe_grouped
+
+SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
+SOFTCAPPED = Gate(GateForm.SOFTCAPPED, gate_cap=30.0, up_cap=30.0)
+
+
+class AbsentGPU:
+    """What Triton asks a driver before it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Collects every kernel that a launcher would have launched."""
+
+    def __init__(self) -> None:
+        self.kernels: list[tuple[str, Any]] = []
+
+    def launcher(self, function: JITFunction, grid: tuple[int, ...]) -> Any:
+        def compile_only(*args: Any, **kwargs: Any) -> None:
+            kernel = function.run(*args, grid=grid, warmup=True, **kwargs)
+            self.kernels.append((function.fn.__name__, kernel))
+
+        return compile_only
+
+    def facts(self, case: str) -> list[dict[str, Any]]:
+        rows = [_facts(case, name, kernel) for name, kernel in self.kernels]
+        self.kernels.clear()
+        return rows
+
+
+def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
+    ptx = kernel.asm["ptx"]
+    return {
+        "case": case,
+        "kernel": name,
+        "shared_bytes": kernel.metadata.shared,
+        "loads_16_bytes": len(re.findall(r"ld\.global\S*\.v4\.[bu]32", ptx)),
+        "stores_16_bytes": len(re.findall(r"st\.global\S*\.v4\.[bu]32", ptx)),
+        "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared\.global", ptx)),
+        "async_copies_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10", ptx)),
+        "tensor_core": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "tf32": len(re.findall(r"tf32", ptx)),
+    }
+
+
+def experts(
+    num_tokens: int, hidden: int, inter: int, gate: Gate, dtype: str, *, fill: bool = False
+) -> None:
+    spec = ExpertSpec.build(
+        hidden=hidden, intermediate=inter, gate=gate, has_bias=gate is OAI, dtype=dtype
+    )
+    x_TH = torch.empty(num_tokens, hidden, dtype=getattr(torch, dtype))
+    ids_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
+    address_E = torch.zeros(128, dtype=torch.int64)
+    fill_E = address_E if fill else None
+    if num_tokens == 1:
+        moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
+    else:
+        blocks = grouping.group_tokens(ids_TK, 128)
+        moe_grouped.grouped(x_TH, ids_TK, address_E, spec, grouping=blocks, fill_E=fill_E)
+
+
+def main(capability: int) -> None:
+    compiled = Compiled()
+    driver.set_active(AbsentGPU(capability))
+    JITFunction.__getitem__ = lambda *bound: compiled.launcher(*bound)  # noqa: PLW0108
+    moe_grouped.shared_memory_bytes = lambda device: SHARED_BYTES[capability]
+    plain = Gate(GateForm.PLAIN)
+    rows = []
+
+    def case(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        rows.extend(compiled.facts(name))
+
+    case("one token", experts, 1, 2048, 768, plain, "bfloat16")
+    case("one token, fill", experts, 1, 2880, 2880, OAI, "bfloat16", fill=True)
+    case("one token, odd", experts, 1, 37, 23, SOFTCAPPED, "float16")
+    case("small batch", experts, 8, 2048, 768, plain, "bfloat16")
+    case("small batch, fill", experts, 8, 2880, 2880, OAI, "bfloat16", fill=True)
+    case("small batch, odd", experts, 8, 37, 23, SOFTCAPPED, "float16")
+    case("fp32", experts, 8, 2048, 768, plain, "float32")
+    case("prompt", experts, 300, 2048, 768, plain, "bfloat16")
+    case("long prompt", experts, 8192, 2880, 2880, OAI, "bfloat16")
+    ids_TK = torch.zeros(16, 8, dtype=torch.int64)
+    case("group", grouping.group_in_one_program, ids_TK, 128, 16)
+    y_TKH = torch.empty(4, 8, 2048)
+    case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
+    addresses = torch.zeros(4, dtype=torch.int64)
+    case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
+    interpreted = device.is_interpreted(device.round_to)
+    json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(capability=int(sys.argv[1]))

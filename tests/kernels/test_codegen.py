@@ -1,0 +1,66 @@
+"""The kernels compiled for real GPUs, without one: legal there, and with the loads that count.
+
+The interpreter accepts code that the compiler refuses, and says nothing of how memory is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_kernels.py")
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One row for each kernel of each case, compiled for sm_90."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(SCRIPT), "90"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert not result["interpreted"]
+    return result["rows"]
+
+
+def rows(facts: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
+    found = [row for row in facts if row["case"] == case]
+    assert found
+    return found
+
+
+def test_everything_fits_the_cards_shared_memory(facts: list[dict[str, Any]]) -> None:
+    assert max(row["shared_bytes"] for row in facts) <= 227 * 1024
+
+
+def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+    for row in rows(facts, "one token") + rows(facts, "one token, fill"):
+        assert row["loads_16_bytes"] >= 2, row
+    for row in rows(facts, "one token, fill"):
+        assert row["stores_16_bytes"] >= 2, row
+    # Control: rows that start anywhere cannot be read so.
+    assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "one token, odd"))
+
+
+@pytest.mark.parametrize("case", ["small batch", "small batch, fill", "prompt", "long prompt"])
+def test_grouped_kernels_stream_into_tensor_cores(facts: list[dict[str, Any]], case: str) -> None:
+    for row in rows(facts, case):
+        assert row["async_copies"] > 0 and row["tensor_core"] > 0, row
+        assert row["async_copies_16_bytes"] == row["async_copies"], row
+
+
+def test_fp32_is_never_tf32(facts: list[dict[str, Any]]) -> None:
+    for row in rows(facts, "fp32"):
+        assert row["tensor_core"] == 0 and row["tf32"] == 0, row
+
+
+def test_records_are_copied_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+    (row,) = rows(facts, "copy")
+    assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 4

@@ -1,0 +1,54 @@
+"""Launch tables: complete, legal for the hardware, and chosen by shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from hotset.kernels.launch import (
+    GROUPED,
+    ONE_TOKEN_DOWN,
+    ONE_TOKEN_UP,
+    grouped_tile,
+    token_block,
+)
+
+KIB = 1024
+
+
+def is_power_of_2(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def test_tables_cover_every_dtype_and_block() -> None:
+    assert set(GROUPED) == {(size, block) for size in (2, 4) for block in (16, 32, 64, 128)}
+    assert set(ONE_TOKEN_UP) == set(ONE_TOKEN_DOWN) == {2, 4}
+    tiles = [t for choices in GROUPED.values() for t in choices]
+    for tile in tiles + list(ONE_TOKEN_UP.values()) + list(ONE_TOKEN_DOWN.values()):
+        assert is_power_of_2(tile.rows) and is_power_of_2(tile.cols) and is_power_of_2(tile.warps)
+
+
+@pytest.mark.parametrize("shared_kib", [99, 163, 227])
+@pytest.mark.parametrize("key", GROUPED)
+def test_a_tile_fits_the_card(key: tuple[int, int], shared_kib: int) -> None:
+    size, block = key
+    tile = grouped_tile(size, block, shared_kib * KIB)
+    assert tile.stages >= 2
+    assert tile.stages * (block + tile.rows) * tile.cols * size <= shared_kib * KIB
+
+
+def test_tiles_of_one_block_reduce_in_the_same_order() -> None:
+    """A card may choose rows and stages; the order of a sum is the table's alone."""
+    for tiles in GROUPED.values():
+        assert len({tile.cols for tile in tiles}) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "block"),
+    [(1, 16), (2, 16), (16, 16), (17, 32), (33, 64), (64, 64), (65, 64), (768, 64), (769, 128)],
+)
+def test_token_block(num_tokens: int, block: int) -> None:
+    assert token_block(num_tokens, top_k=8, num_experts=128) == block
+
+
+def test_up_to_64_tokens_an_expert_fits_one_block() -> None:
+    assert all(token_block(t, top_k=2, num_experts=4) >= t for t in range(1, 65))

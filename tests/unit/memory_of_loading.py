@@ -3,7 +3,8 @@
     python memory_of_loading.py FOLDER
 
 Loads the checkpoint that `write_checkpoint` left there twice: as hotset does, and as a control by
-reading all shards before copying. Prints JSON: `arena_bytes`, and the peak growth of RssAnon of both, arena included.
+reading all shards before copying. Prints JSON: `arena_bytes`, and the peak growth of RssAnon of
+both, arena included.
 """
 
 from __future__ import annotations

@@ -300,15 +300,33 @@ def test_resident_weights_load_through_the_library(tmp_path: Path, model_type: s
         assert torch.equal(tensor, want[name]), name
 
 
-def test_a_resident_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    save_tiny("mixtral", tmp_path)
-    rewrite(tmp_path, _set("model.norm.weight", float("nan")))
-    opened = open_checkpoint(tmp_path, tiny_config("mixtral"))
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.self_attn.q_conv1d.weight"])
+def test_a_resident_weight_that_is_not_finite_is_named(tmp_path: Path, name: str) -> None:
+    """Whether the library only places it or feeds it to a converter."""
+    save_tiny("kimi_linear", tmp_path)
+    rewrite(tmp_path, _set(name, float("nan")))
+    opened = open_checkpoint(tmp_path, tiny_config("kimi_linear"))
+    with ShardReader() as reader, pytest.raises(CheckpointError) as caught:
+        hotset_class(type(opened.model).__base__).from_pretrained(
+            None,
+            config=opened.model.config,
+            state_dict=resident_state_dict(opened.key_map, reader),
+            dtype=torch.float32,
+        )
+    file = tmp_path / "model.safetensors"
+    assert caught.value.message == f"tensor `{name}` in `{file}` holds NaN or Inf"
+
+
+def test_a_closed_reader_opens_nothing(mixtral: tuple[Path, Any]) -> None:
+    """The library leaves reading threads behind when loading fails."""
+    folder, _ = mixtral
+    opened = open_checkpoint(folder, tiny_config("mixtral"))
     with ShardReader() as reader:
         tensors = resident_state_dict(opened.key_map, reader)
         assert tensors["lm_head.weight"][...].shape == tensors["lm_head.weight"].shape
-        with pytest.raises(CheckpointError, match=r"`model.norm.weight` in .* holds NaN or Inf"):
-            tensors["model.norm.weight"][...]
+    with pytest.raises(ValueError, match="closed"):
+        tensors["lm_head.weight"][...]
+    assert not _open_shards(folder)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -44,6 +44,7 @@ class FakeHub:
     ) -> None:
         self.folder, self.files, self.failure, self.cached = folder, files, failure, cached
         self.downloaded: list[str] = []
+        self.config = "{}"
 
     def HfApi(self) -> FakeHub:  # noqa: N802
         return self
@@ -74,7 +75,7 @@ class FakeHub:
         assert allow_patterns is not None
         self.downloaded = [name for name in self.files if name in allow_patterns]
         for name in self.downloaded:
-            (self.folder / name).write_text("{}")
+            (self.folder / name).write_text(self.config)
         return str(self.folder)
 
 
@@ -194,10 +195,18 @@ def test_a_download_that_does_not_fit_is_refused_before_it_starts(
         "downloading `owner/name` needs 5.00 GiB, 1.00 GiB is free in `/cache/hub`"
     )
     assert "HF_HOME" in str(caught.value)
-    assert not fake.downloaded
+    assert fake.downloaded == ["config.json"]
     # What is cached need not fit a second time.
     fake_hub(free_bytes=2**30, cached=True)
     assert resolve_model("owner/name") == tmp_path
+
+
+def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(fake_hub: Any) -> None:
+    fake = fake_hub()
+    fake.config = '{"quantization_config": {"quant_method": "awq"}}'
+    with pytest.raises(CheckpointError, match="is quantised with `awq`"):
+        resolve_model("owner/name")
+    assert fake.downloaded == ["config.json"]
 
 
 def test_offline_the_cache_is_used_without_a_question(fake_hub: Any, tmp_path: Path) -> None:
@@ -212,6 +221,7 @@ def test_an_unreachable_hub_is_said_when_the_cache_answers(
     fake_hub: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_hub(cached=True, failure=errors.HTTPError("no route"))
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert resolve_model("owner/name") == tmp_path
     assert "the Hub cannot be reached; using the cached copy of `owner/name`" in caplog.text

@@ -105,13 +105,15 @@ def download_configs(repo_id: str, revision: str | None = None) -> Path:
     if constants.HF_HUB_OFFLINE:
         folder = _cached(repo_id, revision)
     else:
-        with _explained(repo_id, revision):
-            # Answers from the cache where the Hub cannot be reached.
-            folder = Path(
-                huggingface_hub.snapshot_download(
-                    repo_id, revision=revision, allow_patterns=_LIGHT_FILES
+        try:
+            with _explained(repo_id, revision):
+                folder = Path(
+                    huggingface_hub.snapshot_download(
+                        repo_id, revision=revision, allow_patterns=_LIGHT_FILES
+                    )
                 )
-            )
+        except _UnreachableError as error:
+            folder = _cached_instead(repo_id, revision, error)
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"`{repo_id}` has no `config.json`", hint="is it a model repository?")
     return folder

@@ -31,6 +31,7 @@ class ShardReader:
     def __init__(self, *, keep_file_cache: bool = False) -> None:
         self._keep_file_cache = keep_file_cache
         self._descriptors: dict[Path, int] = {}
+        self._closed = False
         self._lock = Lock()
 
     def __enter__(self) -> ShardReader:
@@ -78,12 +79,15 @@ class ShardReader:
         os.close(descriptor)
 
     def close(self) -> None:
-        """Releases all files. No read may be in flight."""
+        """Releases all files. A read that comes later, from a thread left behind, fails."""
+        self._closed = True
         for file in tuple(self._descriptors):
             self.release(file)
 
     def _open(self, file: Path) -> int:
         with self._lock:
+            if self._closed:
+                raise ValueError("read from a closed ShardReader")
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptors[file]

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from hotset.checkpoint import hub
+from hotset.checkpoint.quantised import refuse_quantised
 from hotset.core.errors import CheckpointError
 
 POCKET = "pocket"
@@ -28,26 +29,26 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: no such model, or no safetensors files in it.
+        CheckpointError: no such model, no safetensors files in it, or a quantised one; the latter
+            from its configs, before weights are downloaded.
         CapacityError: the disk cannot take the download.
     """
-    folder = _local_folder(name)
-    if folder is not None:
-        _require_weights(folder)
-        return folder
-    downloaded = hub.download(name, revision)
-    _require_weights(downloaded)
-    return downloaded
+    folder = resolve_config_only(name, revision)
+    if _local_folder(name) is None:
+        folder = hub.download(name, revision)
+    hub.require_safetensors(str(folder), os.listdir(folder))
+    return folder
 
 
 def resolve_config_only(name: str, revision: str | None = None) -> Path:
     """As `resolve_model`, but of a Hub id only configs and the shard list are fetched.
 
     Raises:
-        CheckpointError: no such model, or it has no `config.json`.
+        CheckpointError: no such model, it has no `config.json`, or it is quantised.
     """
-    folder = _local_folder(name)
-    return folder if folder is not None else hub.download_configs(name, revision)
+    folder = _local_folder(name) or hub.download_configs(name, revision)
+    refuse_quantised(folder)
+    return folder
 
 
 def _local_folder(name: str) -> Path | None:
@@ -81,8 +82,3 @@ def _require_config(folder: Path) -> None:
         raise CheckpointError(
             f"no `config.json` in `{folder}`", hint="give the folder of a Hugging Face checkpoint"
         )
-
-
-def _require_weights(folder: Path) -> None:
-    """Refuses a folder without safetensors files, by what it has instead."""
-    hub.require_safetensors(str(folder), os.listdir(folder))

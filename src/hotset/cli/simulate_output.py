@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.table import Table
+
 from hotset.core.simulator import HalfLifeChoice, Result
 from hotset.core.trace import Trace
+
+MAX_COLUMNS = 6
+"""Numbers of slots side by side, so that a table fits 80 columns."""
 
 
 def to_rows(
@@ -48,30 +53,46 @@ def to_rows(
 def print_results(
     results: Sequence[Result], choices: Sequence[HalfLifeChoice], *, title: str
 ) -> None:
-    """Prints a table of hit rates to stdout: a row per policy, a column per number of slots."""
+    """Prints hit rates to stdout: a row per policy, a column per number of slots."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    console = Console()
+    console.print(Text(title, style="bold"), soft_wrap=True)
+    console.print("\nhit rate by share of experts with a slot")
     slots = list(dict.fromkeys(result.condition.slots for result in results))
+    for first in range(0, len(slots), MAX_COLUMNS):
+        console.print(_rate_table(results, slots[first : first + MAX_COLUMNS]))
+        console.print()
+    if choices:
+        console.print("best half-life, steps, with 95% intervals", highlight=False)
+        console.print(_choice_table(choices))
+
+
+def _rate_table(results: Sequence[Result], slots: Sequence[float]) -> Table:
     table = Table(show_edge=False)
-    table.add_column("hit rate at slots for")
+    table.add_column("policy", no_wrap=True)
     for fraction in slots:
         table.add_column(f"{fraction:.4g}", justify="right", no_wrap=True)
+    rates = {(r.condition.label, r.condition.slots): f"{r.hit_rate:.3f}" for r in results}
     for label in dict.fromkeys(result.condition.label for result in results):
-        rates = {r.condition.slots: r.hit_rate for r in results if r.condition.label == label}
-        cells = (f"{rates[fraction]:.3f}" if fraction in rates else "" for fraction in slots)
-        table.add_row(Text(label), *cells)
-    console = Console()
-    console.print(Text(title, style="bold"))
-    console.print(table)
+        table.add_row(label, *(rates.get((label, fraction), "") for fraction in slots))
+    return table
+
+
+def _choice_table(choices: Sequence[HalfLifeChoice]) -> Table:
+    table = Table(show_edge=False)
+    for name in ("slots", "half-life", "interval", "hit rate", "interval"):
+        table.add_column(name, justify="right", no_wrap=True)
     for choice in choices:
-        console.print(
-            f"best half-life at {choice.slots:.4g}: {choice.half_life:g} steps "
-            f"(95%: {choice.low:g} to {choice.high:g}), hit rate {choice.hit_rate:.3f} "
-            f"(95%: {choice.hit_rate_low:.3f} to {choice.hit_rate_high:.3f})",
-            highlight=False,
+        table.add_row(
+            f"{choice.slots:.4g}",
+            f"{choice.half_life:g}",
+            f"{choice.low:g} to {choice.high:g}",
+            f"{choice.hit_rate:.3f}",
+            f"{choice.hit_rate_low:.3f} to {choice.hit_rate_high:.3f}",
         )
+    return table
 
 
 def _finite(number: float | None) -> float | str | None:

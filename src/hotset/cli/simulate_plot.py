@@ -58,6 +58,8 @@ def draw(results: Sequence[Result], path: Path, *, title: str) -> None:
             linewidth=2.4 if policy == "half-life" else 1.5,
             marker="o",
             markersize=3.5,
+            clip_on=False,
+            zorder=3,
         )
     _decorate(axes, title)
     figure.savefig(path, dpi=150)

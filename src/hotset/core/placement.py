@@ -26,16 +26,24 @@ class Matches:
     Attributes:
         layer, expert, victim, slot: [M] int64; expert takes the slot of victim. Ordered by layer,
             then by expert.
-        num_routed: [L] int64, distinct experts routed per layer.
-        num_hits: [L] int64, how many of them had a slot when the layer began.
+        routed_LN: bool, true once for each distinct expert that a layer routed.
+        hit_LN: bool, those of them that had a slot when the layer began.
     """
 
     layer: IntArray
     expert: IntArray
     victim: IntArray
     slot: IntArray
-    num_routed: IntArray
-    num_hits: IntArray
+    routed_LN: BoolArray
+    hit_LN: BoolArray
+
+    @property
+    def num_routed(self) -> int:
+        return int(np.count_nonzero(self.routed_LN))
+
+    @property
+    def num_hits(self) -> int:
+        return int(np.count_nonzero(self.hit_LN))
 
     def __len__(self) -> int:
         return len(self.layer)
@@ -193,22 +201,26 @@ class Placement:
         free = (victims_LV >= 0) & self.resident.take(cell_LV) & ~self._routed.take(cell_LV)
         self._routed[cell_LN] = False
 
+        # Positions of the free victims in order, then numbers that no `admit` is above.
+        num_victims = victims_LV.shape[1]
+        positions = np.where(free, np.arange(num_victims), num_victims)
+        positions.sort(axis=1)
+
         layer, column = np.nonzero(missing)
         rank = (np.cumsum(missing, axis=1) - 1)[layer, column]
-        few = rank < np.count_nonzero(free, axis=1)[layer]
-        layer, column, rank = layer[few], column[few], rank[few]
-        position = np.argsort(~free, axis=1, kind="stable")[layer, rank]
+        position = positions[layer, np.minimum(rank, num_victims - 1)]
         expert = ids[layer, column]
-        outranks = admit_LE[layer, expert] > position
+        outranks = (rank < num_victims) & (admit_LE[layer, expert] > position)
+        outranks &= position < num_victims
         layer, expert, position = layer[outranks], expert[outranks], position[outranks]
-        victim = victims_LV[layer, position]
+        victim = victims_LV[layer, position].astype(np.int64)
         return Matches(
             layer=layer,
             expert=expert,
             victim=victim,
             slot=self.slot_of[layer, victim].astype(np.int64),
-            num_routed=np.count_nonzero(valid, axis=1),
-            num_hits=np.count_nonzero(hit, axis=1),
+            routed_LN=valid,
+            hit_LN=hit,
         )
 
     def apply(self, matches: Matches) -> None:

@@ -113,19 +113,19 @@ def replay(
     Returns:
         [Q, C*L] int64 hits.
     """
-    queue = [policy.wishes(placement)]
-    hits = []
+    pending = [policy.wishes(placement) for _ in range(wish_lag + 1)]
+    hits, step = [], 0
     for ids_TLK in sequences:
-        count = np.zeros(placement.num_layers, dtype=np.int64)
-        for ids in np.tile(ids_TLK, (1, copies, 1)):
-            wishes = queue[0]
+        hit_TLK = np.empty((len(ids_TLK), placement.num_layers, ids_TLK.shape[2]), dtype=np.bool_)
+        for token, ids in enumerate(np.tile(ids_TLK, (1, copies, 1))):
+            wishes = pending[step % len(pending)]
             matches = placement.match_step(ids, wishes.victims_LV, wishes.admit_LE)
             placement.apply(matches)
             policy.observe(ids)
-            queue.append(policy.wishes(placement))
-            del queue[: len(queue) - 1 - wish_lag]
-            count += matches.num_hits
-        hits.append(count)
+            policy.wishes(placement, out=wishes)
+            step += 1
+            hit_TLK[token] = matches.hit_LN
+        hits.append(hit_TLK.sum(axis=(0, 2)))
     return np.stack(hits)
 
 
@@ -263,6 +263,7 @@ class HalfLifeChoice:
     """
 
     slots: float
+    prior_weight: float
     half_life: float
     low: float
     high: float
@@ -281,13 +282,15 @@ def best_half_life(
     the choice does not matter on this trace.
 
     Args:
-        results: of `simulate`; those of other policies, or with a prior, are left out.
+        results: of `simulate`; those of other policies are left out. One choice per slot count
+            and prior weight.
     """
     random = np.random.default_rng(seed)
     choices = []
-    own = [r for r in results if r.condition.half_life is not None and not r.condition.prior_weight]
-    for slots in dict.fromkeys(result.condition.slots for result in own):
-        group = [result for result in own if result.condition.slots == slots]
+    own = [result for result in results if result.condition.half_life is not None]
+    kinds = dict.fromkeys((r.condition.slots, r.condition.prior_weight) for r in own)
+    for slots, weight in kinds:
+        group = [r for r in own if (r.condition.slots, r.condition.prior_weight) == (slots, weight)]
         hits_CQ = np.stack([result.hits_Q for result in group])
         uses_Q = group[0].uses_Q
         draws = random.integers(len(uses_Q), size=(num_resamples, len(uses_Q)))
@@ -300,6 +303,7 @@ def best_half_life(
         choices.append(
             HalfLifeChoice(
                 slots=slots,
+                prior_weight=weight,
                 half_life=float(half_lives[best]),
                 low=float(low),
                 high=float(high),

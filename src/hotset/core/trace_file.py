@@ -3,7 +3,7 @@
 Little-endian throughout:
 
     magic "HOTTRACE", u32 version, u32 header bytes, u32 crc32 of the header, header (JSON)
-    frames: u8 kind, u32 sequence, u32 tokens, u32 payload bytes, u32 crc32 of the payload, payload
+    frames: u8 kind, u32 sequence, u32 tokens, u32 payload bytes, u32 crc32 of all else, payload
 
 A frame of kind 1 opens a sequence (payload: JSON with `domain`). One of kind 2 carries tokens of
 an open sequence (payload: zlib of ids [L, K, T] as uint8 or uint16, then token ids [T] as int32 if
@@ -37,7 +37,9 @@ FRAME_TOKENS = 256
 DEFAULT_MAX_BYTES = 256 * MIB
 
 _HEAD = struct.Struct("<III")
-_FRAME = struct.Struct("<BIIII")
+_FRAME = struct.Struct("<BIII")
+_CRC = struct.Struct("<I")
+_FRAME_BYTES = _FRAME.size + _CRC.size
 _OPEN, _TOKENS = 1, 2
 
 
@@ -152,12 +154,12 @@ class TraceWriter:
         self._write(_TOKENS, sequence, len(ids), payload)
 
     def _write(self, kind: int, sequence: int, num_tokens: int, payload: bytes) -> None:
-        size = _FRAME.size + len(payload)
+        size = _FRAME_BYTES + len(payload)
         if self.full or self.num_bytes + size > self._max_bytes:
             self.full = True
             return
-        crc = zlib.crc32(payload)
-        self._file.write(_FRAME.pack(kind, sequence, num_tokens, len(payload), crc) + payload)
+        head = _FRAME.pack(kind, sequence, num_tokens, len(payload))
+        self._file.write(head + _CRC.pack(zlib.crc32(head + payload)) + payload)
         self._file.flush()
         self.num_bytes += size
 
@@ -218,16 +220,17 @@ def _frames(
     data: bytes, offset: int, path: Path, *, stop_at_damage: bool = False
 ) -> Iterator[_Frame]:
     while offset < len(data):
-        damage = ""
-        body = offset + _FRAME.size
+        damage, body = "", offset + _FRAME_BYTES
         if body > len(data):
             damage = "is cut off"
         else:
-            kind, sequence, num_tokens, size, crc = _FRAME.unpack_from(data, offset)
+            head = data[offset : offset + _FRAME.size]
+            kind, sequence, num_tokens, size = _FRAME.unpack(head)
+            (crc,) = _CRC.unpack_from(data, offset + _FRAME.size)
             payload = data[body : body + size]
             if len(payload) != size:
                 damage = "is cut off"
-            elif zlib.crc32(payload) != crc or kind not in (_OPEN, _TOKENS):
+            elif zlib.crc32(head + payload) != crc or kind not in (_OPEN, _TOKENS):
                 damage = "is damaged"
         if damage and stop_at_damage:
             return

@@ -56,6 +56,10 @@ class ScoredPolicy(Policy):
         self._score = self._cells[:-1].reshape(self.shape)
         self._row = np.arange(num_layers, dtype=np.int64)[:, None] * width
         self._ids = np.arange(width, dtype=np.int64)
+        # Scratch: fresh arrays of this size cost page faults at every step.
+        self._key = np.empty(self.shape, dtype=np.int64)
+        self._used = np.empty(self.shape)
+        self._outranked = np.empty((num_victims, num_layers, width), dtype=np.bool_)
 
     @abstractmethod
     def _standing(self) -> tuple[FloatArray, FloatArray | None]:
@@ -70,16 +74,17 @@ class ScoredPolicy(Policy):
         width = self.shape[1]
         fixed = ~placement.resident[:, :width]
         fixed |= placement.pinned[:, :width]
-        victims = lowest(score_LE, fixed, self._ids, self.num_victims)
+        victims = lowest(score_LE, fixed, self._ids, self.num_victims, scratch_LE=self._key)
         value = np.where(victims < 0, np.inf, score_LE.take(np.maximum(victims, 0) + self._row))
         if placement.num_spare:
             victims, value = _offer_spares(placement, victims, value)
         wishes.victims_LV[:] = victims
         if bump_L1 is None:
-            wishes.admit_LE[:] = np.count_nonzero(victims >= 0, axis=1)[:, None]
+            wishes.admit_LE[:] = np.add.reduce(victims >= 0, axis=1, dtype=np.int32)[:, None]
         else:
-            outranked = (score_LE + bump_L1)[None] > value.T[:, :, None]
-            wishes.admit_LE[:] = np.add.reduce(outranked.view(np.int8), axis=0, dtype=np.int8)
+            np.add(score_LE, bump_L1, out=self._used)
+            np.greater(self._used, value.T[:, :, None], out=self._outranked)
+            wishes.admit_LE[:] = np.add.reduce(self._outranked.view(np.int8), axis=0, dtype=np.int8)
         return wishes
 
     def _cells_of(self, ids_LN: IntArray) -> IntArray:
@@ -210,16 +215,21 @@ class Lru(ScoredPolicy):
         return self._score, None
 
 
-def lowest(score_LE: FloatArray, fixed_LE: BoolArray, ids: IntArray, num: int) -> IntArray:
+def lowest(
+    score_LE: FloatArray, fixed_LE: BoolArray, ids: IntArray, num: int, *, scratch_LE: IntArray
+) -> IntArray:
     """Ids of the `num` lowest scores that are not `fixed`, per layer in ascending order.
 
     Scores of at least 0 order like their bits, so the id goes into the lowest mantissa bits and
     one partition finds ids and order at once: equal scores are ordered by id on every machine.
 
+    Args:
+        scratch_LE: int64, overwritten.
+
     Returns:
         [L, num] int64, -1 where a layer has fewer.
     """
-    key = score_LE.view(np.int64) & ~_ID_MASK
+    key = np.bitwise_and(score_LE.view(np.int64), ~_ID_MASK, out=scratch_LE)
     key |= ids
     np.copyto(key, _NOT_A_VICTIM, where=fixed_LE)
     num_layers, width = key.shape

@@ -1,0 +1,139 @@
+"""`hotset simulate` from flags to table, JSON and picture; wrong flags say what to do."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import typer
+from routing import make_trace, skewed_ids
+from typer.testing import CliRunner
+
+from hotset.cli.simulate import simulate
+from hotset.core.errors import ConfigError, HotsetError
+from hotset.core.profile import Profile
+from hotset.core.trace import load_trace
+from hotset.core.trace_file import TraceWriter
+
+app = typer.Typer()
+app.command()(simulate)
+
+
+@pytest.fixture
+def trace_path(tmp_path):
+    ids = [
+        skewed_ids(num_tokens=60, num_layers=2, num_experts=16, top_k=2, seed=i) for i in range(4)
+    ]
+    trace = make_trace(ids, num_experts=16)
+    path = tmp_path / "t.trace"
+    with TraceWriter(path, trace.info) as writer:
+        for index, part in enumerate(ids):
+            writer.append(writer.open_sequence("ab"[index // 2]), part)
+    return path
+
+
+def run(*args: object):
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def test_json_rows(trace_path):
+    out = json.loads(run(trace_path, "--json", "--slots", "0.25,0.5").stdout)
+    assert (out["layers"], out["experts"], out["sequences"], out["tokens"]) == (2, 16, 2, 120)
+    rows = out["rows"]
+    assert {row["slots"] for row in rows} == {0.25, 0.5}
+    rates = {(row["policy"], row["half_life"], row["slots"]): row["hit_rate"] for row in rows}
+    assert len(rates) == len(rows) == 2 * (5 + 6)
+    assert rates["belady", None, 0.5] == max(rates.values())
+    for choice in out["best_half_life"]:
+        assert rates["half-life", choice["half_life"], choice["slots"]] == choice["hit_rate"]
+        low, high = choice["hit_rate_95"]
+        assert low <= choice["hit_rate"] <= high
+
+
+def test_table_has_every_condition(trace_path):
+    args = ("--policy", "lru", "--policy", "half-life", "--half-life", "4,inf", "--slots", "0.25")
+    lines = run(trace_path, *args).stdout.splitlines()
+    assert lines[0].rstrip() == "made up: 2 layers, 16 experts, 2 sequences, 120 tokens"
+    text = "\n".join(lines)
+    for label in ("0.25", "lru", "half-life 4", "half-life inf", "best half-life"):
+        assert label in text
+
+
+def test_many_slot_counts_stay_readable_on_a_narrow_terminal(trace_path):
+    slots = [f"{count / 16:g}" for count in range(1, 17)]
+    args = ("--policy", "lru", "--slots", ",".join(slots))
+    text = run(trace_path, *args).stdout
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("lru") == 3
+
+
+def test_choice_of_sequences_and_profile(trace_path, tmp_path):
+    args = ("--policy", "static-uniform", "--slots", "0.25", "--json")
+
+    def rate(*more: object) -> float:
+        return json.loads(run(trace_path, *args, *more).stdout)["rows"][0]["hit_rate"]
+
+    own = rate("--sequences", "odd", "--profile-from", "odd")
+    held_out = rate("--sequences", "odd", "--profile-from", "even")
+    assert own > held_out
+    odd = load_trace(trace_path).select(parity="odd")
+    Profile.from_trace(odd).save(tmp_path / "p.json")
+    assert rate("--sequences", "odd", "--profile-from", tmp_path / "p.json") == own
+    one = json.loads(run(trace_path, *args, "--domain", "b").stdout)
+    assert (one["sequences"], one["tokens"]) == (1, 60)
+
+
+def test_without_a_profile_the_static_sets_are_left_out(trace_path):
+    rows = json.loads(run(trace_path, "--json", "--profile-from", "none").stdout)["rows"]
+    assert {row["policy"] for row in rows} == {"lru", "half-life", "hindsight-static", "belady"}
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--slots", "a quarter"), "`--slots` is `a quarter`"),
+        (("--slots", "25"), "`slots` is 25, it is a fraction"),
+        (("--policy", "lru2"), "unknown policy `lru2`"),
+        (("--half-life", "0"), "the least is 0.1 steps"),
+        (("--domain", "c"), "no domain `c`\n\nhint: it has a, b"),
+        (("--sequences", "first"), "sequences `first`"),
+        (("--profile-from", "nothing.json"), "not a readable profile"),
+        (("--experts", "99"), "has 16 experts, not 99"),
+        (("--plot", "x.pdf"), "end it in .png or .svg"),
+        (("--policy", "static-global", "--profile-from", "none"), "needs a profile"),
+        (("--victims", "0"), "must be in 1..127"),
+    ],
+)
+def test_wrong_flags_are_refused(trace_path, args, text):
+    with pytest.raises(HotsetError) as raised:
+        run(trace_path, *args)
+    assert text in str(raised.value)
+
+
+def test_a_profile_of_another_model_is_refused(trace_path, tmp_path):
+    other = make_trace([np.zeros((4, 2, 1), int)], num_experts=3)
+    Profile.from_trace(other).save(tmp_path / "p.npz")
+    with pytest.raises(ConfigError, match="of another model: experts per layer 16 against 3"):
+        run(trace_path, "--profile-from", tmp_path / "p.npz")
+
+
+def test_plot_without_matplotlib_says_how_to_get_it(trace_path, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r'pip install "hotset\[plot\]"'):
+        run(trace_path, "--plot", tmp_path / "x.png")
+
+
+def test_plot_is_drawn(trace_path, tmp_path):
+    pytest.importorskip("matplotlib")
+    for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        run(
+            trace_path, "--plot", tmp_path / f"x{suffix}", "--half-life", "4", "--slots", "0.25,0.5"
+        )
+        assert (tmp_path / f"x{suffix}").read_bytes().startswith(magic)

@@ -97,6 +97,18 @@ def test_ids_may_be_int32(num_tokens: int) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_ids_and_weights_may_be_slices(kernels: Kernels, num_tokens: int) -> None:
+    experts = make_experts(5, hidden=37, intermediate=23)
+    x_TH, wide = make_inputs(experts, num_tokens, 6)
+    ids_TK, weights_TK = wide[:, :2], torch.rand(num_tokens, 6, device=DEVICE)[:, :2]
+    check(kernels, experts, x_TH, ids_TK)
+    y_TKH = kernels.expert_outputs(x_TH, ids_TK, experts.addresses, experts.spec)
+    got = kernels.combine(y_TKH, weights_TK, torch.float32)
+    assert torch.equal(got, kernels.combine(y_TKH, weights_TK.contiguous(), torch.float32))
+
+
+@BOTH
 def test_no_tokens(kernels: Kernels) -> None:
     experts = make_experts(5, hidden=37, intermediate=23)
     x_TH, ids_TK = make_inputs(experts, 0, 2)

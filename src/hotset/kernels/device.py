@@ -64,6 +64,23 @@ def load_weights(source, target, offsets, inside, fill, WHOLE: tl.constexpr, FIL
 
 
 @triton.jit
+def load_bias(
+    record,
+    fill,
+    rows,
+    inside,
+    OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """The bias of `rows` in FP32; also stored to the slot at `fill` where that is not 0."""
+    source = field_pointer(record, OFFSET, DTYPE)
+    target = field_pointer(fill, OFFSET, DTYPE)
+    return load_weights(source, target, rows, inside, fill, WHOLE, FILL).to(tl.float32)
+
+
+@triton.jit
 def up_rows(first, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
     """Rows of the first projection for one tile, and whether each exists.
 

@@ -19,7 +19,11 @@ CHOICES = ("reference", "triton")
 
 
 class Kernels(Protocol):
-    """The expert ops of one MoE layer. All tensors are contiguous and on one device."""
+    """The expert ops of one MoE layer.
+
+    All tensors are on one device; ids and routing weights may have any strides, the others are
+    contiguous.
+    """
 
     @property
     def name(self) -> str:
@@ -116,6 +120,7 @@ class TritonKernels:
         from hotset.kernels.moe_decode import one_token
         from hotset.kernels.moe_grouped import grouped
 
+        ids_TK = ids_TK.contiguous()  # routers slice what they sort
         check_inputs(x_TH, ids_TK, address_E, spec, out)
         if ids_TK.numel() == 0:
             shape = (*ids_TK.shape, spec.hidden)
@@ -130,8 +135,8 @@ class TritonKernels:
     ) -> torch.Tensor:
         from hotset.kernels.combine import combine
 
-        assert y_TKH.is_contiguous() and weights_TK.is_contiguous()
-        return combine(y_TKH, weights_TK, dtype)
+        assert y_TKH.is_contiguous() and y_TKH.dtype == torch.float32
+        return combine(y_TKH, weights_TK.contiguous(), dtype)
 
 
 def check_inputs(
@@ -146,7 +151,7 @@ def check_inputs(
     assert x_TH.shape == (num_tokens, spec.hidden), (x_TH.shape, spec.hidden)
     assert x_TH.dtype == getattr(torch, spec.dtype), (x_TH.dtype, spec.dtype)
     assert address_E.dtype == torch.int64 and address_E.ndim == 1
-    assert x_TH.is_contiguous() and ids_TK.is_contiguous() and address_E.is_contiguous()
+    assert x_TH.is_contiguous() and address_E.is_contiguous()
     if out is not None:
         assert out.shape == (num_tokens, top_k, spec.hidden), out.shape
         assert out.dtype == torch.float32 and out.is_contiguous()

@@ -78,7 +78,7 @@ def launch_group(ids_TK: torch.Tensor, grouping: Grouping) -> None:
     block_n = triton.next_power_of_2(num_pairs)
     block_e = triton.next_power_of_2(num_experts + 1)  # one more for padding
     _group_kernel[(1,)](
-        ids_TK,
+        ids_TK.contiguous(),
         grouping.order_N,
         grouping.counts_E,
         grouping.bounds,

@@ -21,6 +21,7 @@ from hotset.kernels.device import (
     field_pointer,
     gate_constants,
     is_interpreted,
+    load_bias,
     load_tile,
     load_weights,
     round_to,
@@ -44,18 +45,20 @@ def _fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl
 @triton.jit
 def _row_sums(
     vector,
-    weights,
-    slot,
+    record,
     fill,
     rows,
     inside,
+    OFFSET: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Dot products of `rows` of a matrix of `COLUMNS` columns with `vector`: [ROWS] FP32."""
+    """Dot products of `vector` with `rows` of the matrix at `OFFSET` of a record: [ROWS] FP32."""
+    weights = field_pointer(record, OFFSET, vector.dtype.element_ty)
+    slot = field_pointer(fill, OFFSET, vector.dtype.element_ty)
     whole_cols: tl.constexpr = COLUMNS % COLS == 0
     whole: tl.constexpr = WHOLE_ROWS and whole_cols
     acc = tl.zeros((ROWS, COLS), tl.float32)
@@ -109,13 +112,9 @@ def _up_kernel(
 
     first = tl.program_id(0) * units
     rows, inside = up_rows(first, INTER, ROWS, GATED)
-    weights = field_pointer(record, WEIGHT, dtype)
-    slot = field_pointer(fill, WEIGHT, dtype)
-    u = _row_sums(x_H, weights, slot, fill, rows, inside, HIDDEN, ROWS, COLS, whole, FILL)
+    u = _row_sums(x_H, record, fill, rows, inside, WEIGHT, HIDDEN, ROWS, COLS, whole, FILL)
     if HAS_BIAS:
-        bias = field_pointer(record, BIAS, dtype)
-        slot = field_pointer(fill, BIAS, dtype)
-        u += load_weights(bias, slot, rows, inside, fill, whole, FILL).to(tl.float32)
+        u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     g = u
     if GATED:
         g, u = tl.split(tl.reshape(u, (units, 2)))
@@ -159,13 +158,9 @@ def _down_kernel(
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
 
     h_I = h_KI + choice * INTER
-    weights = field_pointer(record, WEIGHT, dtype)
-    slot = field_pointer(fill, WEIGHT, dtype)
-    y = _row_sums(h_I, weights, slot, fill, rows, inside, INTER, ROWS, COLS, whole, FILL)
+    y = _row_sums(h_I, record, fill, rows, inside, WEIGHT, INTER, ROWS, COLS, whole, FILL)
     if HAS_BIAS:
-        bias = field_pointer(record, BIAS, dtype)
-        slot = field_pointer(fill, BIAS, dtype)
-        y += load_weights(bias, slot, rows, inside, fill, whole, FILL).to(tl.float32)
+        y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     tl.store(out, y, mask=inside)
 
 

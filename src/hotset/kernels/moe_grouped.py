@@ -25,6 +25,7 @@ from hotset.kernels.device import (
     field_pointer,
     gate_constants,
     is_interpreted,
+    load_bias,
     load_tile,
     load_weights,
     round_to,
@@ -70,11 +71,11 @@ def _fill_address(fill_E, bounds, start, expert, FILL: tl.constexpr):
 @triton.jit
 def _products(
     vectors,
-    weights,
-    slot,
+    record,
     fill,
     rows,
     inside,
+    OFFSET: tl.constexpr,
     COLUMNS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -83,11 +84,13 @@ def _products(
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Products of token vectors (pointers [TOKENS]) with `rows` of a matrix of `COLUMNS` columns.
+    """Products of token vectors (pointers [TOKENS]) with `rows` of the matrix at `OFFSET`.
 
     Returns [TOKENS, ROWS] FP32. Columns beyond the matrix are zero on both sides: a stray NaN
     beside the matrix must not meet a zero.
     """
+    weights = field_pointer(record, OFFSET, vectors.dtype.element_ty)
+    slot = field_pointer(fill, OFFSET, vectors.dtype.element_ty)
     whole_cols: tl.constexpr = COLUMNS % COLS == 0
     whole: tl.constexpr = WHOLE_ROWS and whole_cols
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
@@ -154,17 +157,12 @@ def _up_kernel(
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
     rows, inside = up_rows(tile * units, INTER, ROWS, GATED)
-    weights = field_pointer(record, WEIGHT, dtype)
-    slot = field_pointer(fill, WEIGHT, dtype)
     x_T = x_TH + (pair // TOP_K).to(tl.int64) * HIDDEN
     u = _products(
-        x_T, weights, slot, fill, rows, inside, HIDDEN, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+        x_T, record, fill, rows, inside, WEIGHT, HIDDEN, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
-        bias = field_pointer(record, BIAS, dtype)
-        slot = field_pointer(fill, BIAS, dtype)
-        bias = load_weights(bias, slot, rows, inside, fill, whole, FILL)
-        u += bias.to(tl.float32)[None, :]
+        u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     g = u
     if GATED:
         g, u = tl.split(tl.reshape(u, (TOKENS, units, 2)))
@@ -216,17 +214,12 @@ def _down_kernel(
         return
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
-    weights = field_pointer(record, WEIGHT, dtype)
-    slot = field_pointer(fill, WEIGHT, dtype)
     h_T = h_NI + tl.where(live, place, start).to(tl.int64) * INTER
     y = _products(
-        h_T, weights, slot, fill, rows, inside, INTER, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+        h_T, record, fill, rows, inside, WEIGHT, INTER, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
-        bias = field_pointer(record, BIAS, dtype)
-        slot = field_pointer(fill, BIAS, dtype)
-        bias = load_weights(bias, slot, rows, inside, fill, whole, FILL)
-        y += bias.to(tl.float32)[None, :]
+        y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     # Read again: kept from above, they and the pointers would hold registers all through the
     # product (a 128 x 256 tile spilled 240 bytes on sm_90).
     place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)

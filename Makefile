@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine with Python 3.11 or newer: `make demo`, `make test`.
+# Each sets up .venv first where that is needed. `PYTHON=python3.12 make test` picks another Python.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+STAMP := $(VENV)/.installed-$(VERSION)
+
+.PHONY: help setup demo test check format docs bench-table hooks clean
+
+help:  ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP)  ## Make .venv with the locked versions and hotset itself, editable
+
+# Rebuilt from nothing only for another Python; otherwise pip changes what the lock changed.
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "hotset needs Python 3.11 or newer, \`$(PYTHON)\` is $(VERSION);" \
+	       "name another one: PYTHON=python3.12 make ..." >&2; exit 1; }
+	test -x $(BIN)/python$(VERSION) || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --requirement requirements.lock
+	$(BIN)/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: $(STAMP)  ## Generate text with the embedded model on the CPU
+	$(BIN)/hotset generate pocket --device cpu --max-tokens 80 --temperature 0.7 --top-p 0.9 --seed 1 \
+	  "The history of the city begins"
+
+test: $(STAMP)  ## Run the tests; ARGS="-k plan" is handed to pytest
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## Lint, formatting, types, import direction, freshness of generated pages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python scripts/docs.py --check
+	$(BIN)/python scripts/bench_table.py --check
+	$(BIN)/python -m pytest tests/unit/test_imports.py tests/unit/test_repository.py
+
+format: $(STAMP)  ## Let ruff fix and format what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(STAMP)  ## Write docs/reference/ anew from the code
+	$(BIN)/python scripts/docs.py
+
+bench-table: $(STAMP)  ## Write the tables of benchmarks/README.md and README.md from the rows
+	$(BIN)/python scripts/bench_table.py
+
+hooks: $(STAMP)  ## Check before every commit
+	$(BIN)/pre-commit install
+
+clean:  ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build

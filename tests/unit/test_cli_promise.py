@@ -1,0 +1,67 @@
+"""Flags are a promise: a new one changes a list here, on purpose.
+
+Every command also has `--json` and an example in its help. What the commands do is tested
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from repository import script
+
+MEMORY = ["--context", "--device", "--dtype", "--prefill-chunk", "--ram", "--revision", "--vram"]
+SAMPLING = ["--min-p", "--seed", "--temperature", "--top-k", "--top-p"]
+
+FLAGS = {
+    "hotset": ["--debug", "--version"],
+    "hotset generate": [
+        *MEMORY,
+        *SAMPLING,
+        *("--chat", "--json", "--kernels", "--max-tokens", "--no-strict", "--prompt-file"),
+        "--strict",
+    ],
+    "hotset plan": [*MEMORY, "--json"],
+    "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
+    "hotset bench": [],
+    "hotset bench experts": [
+        *("--device", "--hits", "--json", "--kernels", "--layers", "--rows", "--shape", "--tokens")
+    ],
+    "hotset bench generate": [
+        *("--context", "--device", "--json", "--kernels", "--layers", "--max-tokens"),
+        *("--prefill-chunk", "--prompt-tokens", "--rows", "--shape", "--vram"),
+    ],
+}
+
+COMMANDS = list(script("docs").commands())
+LEAVES = pytest.mark.parametrize(
+    ("path", "text", "command"),
+    [entry for entry in COMMANDS if not hasattr(entry[2], "commands")],
+    ids=lambda value: value if isinstance(value, str) and "\n" not in value else "",
+)
+
+
+def flags_of(command: Any) -> list[str]:
+    """Every spelling of every option."""
+    options = (p for p in command.params if p.param_type_name == "option")
+    return sorted(flag for p in options for flag in (*p.opts, *p.secondary_opts))
+
+
+def test_no_command_and_no_flag_comes_or_goes_by_accident() -> None:
+    found = {path: flags_of(command) for path, _, command in COMMANDS}
+    assert found == {path: sorted(flags) for path, flags in FLAGS.items()}
+
+
+@LEAVES
+def test_every_command_can_answer_in_json(path: str, text: str, command: Any) -> None:
+    assert "--json" in flags_of(command)
+
+
+@LEAVES
+def test_every_help_has_an_example_that_parses(path: str, text: str, command: Any) -> None:
+    example = " ".join(text.split()).partition("Example: `")[2].partition("`")[0]
+    words = shlex.split(example)
+    assert words[: len(path.split())] == path.split(), f"no example of `{path}` in its help"
+    command.make_context(path, words[len(path.split()) :])

@@ -13,7 +13,8 @@ from hotset.core.geometry import ModelGeometry
 from hotset.core.units import MIB
 from hotset.experts.store import ExpertStore
 from hotset.models.geometry import build_meta
-from hotset.models.seam import IMPLEMENTATION, class_config, hotset_class, model_class
+from hotset.models.load import quiet_transformers
+from hotset.models.seam import IMPLEMENTATION, hotset_class, model_class
 from hotset.runtime.text import Text
 from hotset.runtime.weights import Progress
 
@@ -40,14 +41,21 @@ class RandomWeights:
         self.geometry: ModelGeometry = build_meta(config, dtype).geometry
 
     def load_resident(self, device: torch.device) -> PreTrainedModel:
-        """The stock model without experts, initialised by its own rules on `device`."""
-        stock = model_class(self._config)
+        """The stock model without experts, initialised by its own rules on `device`.
+
+        Through `from_pretrained` with nothing to load: built on the meta device, so that experts
+        are gone before anything is allocated, and then every weight is a missing one.
+        """
+        cls = hotset_class(model_class(self._config))
         torch.manual_seed(self._seed)
-        with torch.device(device):
-            model: PreTrainedModel = hotset_class(stock)._from_config(
-                class_config(stock, self._config),
+        with quiet_transformers():
+            model: PreTrainedModel = cls.from_pretrained(
+                None,
+                config=self._config,
+                state_dict={},
                 dtype=getattr(torch, self.geometry.dtype),
                 experts_implementation=IMPLEMENTATION,
+                device_map={"": device} if device.type == "cuda" else None,
             )
         model.eval()
         return model

@@ -5,15 +5,19 @@ The shapes come from the stock model itself, so no architecture is described her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.source import resolve_config_only
+from hotset.core.config import DTYPES
 from hotset.core.errors import CheckpointError
 from hotset.core.geometry import ExpertSpec, Gate, ModelGeometry, MoELayer
 from hotset.models.footprint import Footprint, measure
@@ -26,7 +30,20 @@ from hotset.models.seam import (
     model_class,
 )
 
+# Stock models whose recurrent layers start from zero in every forward of more than one token, so
+# that a prompt cannot be continued in chunks. The sweep test compares every architecture's text in
+# chunks with the text in one forward, and holds this list from both sides.
+_CONTINUED_BY_TOKEN = ("jamba",)
+
 _TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
+
+
+# What stock code raises on values that make no sense: wrong types, unknown names, shapes that do
+# not go together.
+_BAD_CONFIG = (
+    *(ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+    StrictDataclassError,
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +84,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, *_BAD_CONFIG) as error:
+        reason = _reason(error)
         raise CheckpointError(f"`{folder / 'config.json'}` is not usable: {reason}") from error
     return config
 
@@ -77,12 +94,13 @@ def build_meta(config: PretrainedConfig, dtype: str | None = None) -> MetaModel:
     """Builds the meta-device model of a config and takes its experts out.
 
     Raises:
-        CheckpointError: no such architecture, no experts, or experts that are not understood.
+        CheckpointError: no such architecture, values that it cannot be built from, no experts, or
+            experts that are not understood.
     """
     stock = model_class(config)
     config = class_config(stock, config)
     dtype_name = dtype or config_dtype(config)
-    with torch.device("meta"):
+    with _stock_code(stock), torch.device("meta"):
         model = hotset_class(stock)._from_config(
             config, dtype=getattr(torch, dtype_name), experts_implementation=IMPLEMENTATION
         )
@@ -93,16 +111,45 @@ def build_meta(config: PretrainedConfig, dtype: str | None = None) -> MetaModel:
         _layer(model, path, module, [p for p in params if p.module == path], dtype_name)
         for path, module in experts_modules(model).items()
     )
-    return MetaModel(model, params, towers, _geometry(model, config, layers, dtype_name), config)
+    with _stock_code(stock):
+        geometry = _geometry(model, config, layers, dtype_name)
+    return MetaModel(model, params, towers, geometry, config)
+
+
+@contextmanager
+def _stock_code(stock: type[PreTrainedModel]) -> Iterator[None]:
+    """What stock code raises within the block comes from values in the config."""
+    try:
+        yield
+    except _BAD_CONFIG as error:
+        raise CheckpointError(
+            f"`config.json` describes a `{stock.__name__}` that cannot be built: {_reason(error)}",
+            hint="compare it with the one that was published",
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """A message on one line, with the kind of error where the message alone says little."""
+    text = " ".join(str(error).split()[:40])
+    return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 
 def config_dtype(config: PretrainedConfig) -> str:
-    """The dtype a checkpoint is stored in, `bfloat16` where its config does not say."""
+    """The dtype a checkpoint is stored in, `bfloat16` where its config does not say.
+
+    Raises:
+        CheckpointError: it is stored in a dtype that nothing is computed in.
+    """
     text = config.get_text_config()
     for part in (config, text):
         value = getattr(part, "dtype", None)
         if value is not None:
-            return str(value).removeprefix("torch.")
+            name = str(value).removeprefix("torch.")
+            if name not in DTYPES:
+                raise CheckpointError(
+                    f"the checkpoint's dtype is `{name}`", hint=f"use `--dtype {DTYPES[0]}`"
+                )
+            return name
     return "bfloat16"
 
 
@@ -122,10 +169,13 @@ def _layer(
         dtype=dtype,
     )
     _check_up(by_field["up"], expert, gate, num_experts)
+    top_k = _top_k(model, path)
+    if not 1 <= top_k <= num_experts:
+        raise CheckpointError(f"`config.json` routes a token to {top_k} of {num_experts} experts")
     return MoELayer(
         path,
         num_experts,
-        _top_k(model, path),
+        top_k,
         expert,
         has_post_norm=bool(module.has_post_expert_norm),
     )
@@ -182,4 +232,5 @@ def _geometry(
         activation_bytes_per_token=used.activation_bytes_per_token,
         activation_bytes_per_context_token=used.activation_bytes_per_context_token,
         activation_bytes_per_pair=used.activation_bytes_per_pair,
+        continues_in_chunks=config.model_type not in _CONTINUED_BY_TOKEN,
     )

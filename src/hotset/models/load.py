@@ -20,8 +20,9 @@ from hotset.checkpoint.mapping import KeyMap
 from hotset.checkpoint.reader import ShardReader
 from hotset.checkpoint.resident import resident_state_dict
 from hotset.checkpoint.validate import check_materialised
-from hotset.core.errors import CapacityError, CheckpointError
-from hotset.models.seam import IMPLEMENTATION, hotset_class, model_class
+from hotset.core.errors import CheckpointError, explain_out_of_memory
+from hotset.core.units import format_bytes
+from hotset.models.seam import IMPLEMENTATION, class_config, hotset_class, model_class
 
 
 def load_resident(
@@ -39,24 +40,23 @@ def load_resident(
         CheckpointError: a resident weight is missing, mismatched or was left without data.
         CapacityError: the device has no room for them.
     """
-    cls = hotset_class(model_class(config))
-    try:
-        with quiet_transformers(), ShardReader() as reader:
-            loaded: Any = cls.from_pretrained(
-                None,
-                config=config,
-                state_dict=resident_state_dict(keys, reader),
-                dtype=getattr(torch, dtype),
-                experts_implementation=IMPLEMENTATION,
-                # Straight to the device; without it the library would fill host memory first.
-                device_map={"": device} if device.type == "cuda" else None,
-                output_loading_info=True,
-            )
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the device ran out of memory while the resident weights were loaded: {error}",
-            hint="free device memory, or see `hotset plan MODEL`",
-        ) from error
+    stock = model_class(config)
+    cls = hotset_class(stock)
+    room = explain_out_of_memory(
+        f"the resident weights ({format_bytes(keys.core_bytes)} in the files)",
+        hint="free memory, or see `hotset plan MODEL` for what fits",
+    )
+    with room, quiet_transformers(), ShardReader() as reader:
+        loaded: Any = cls.from_pretrained(
+            None,
+            config=class_config(stock, config),
+            state_dict=resident_state_dict(keys, reader),
+            dtype=getattr(torch, dtype),
+            experts_implementation=IMPLEMENTATION,
+            # Straight to the device; without it the library would fill host memory first.
+            device_map={"": device} if device.type == "cuda" else None,
+            output_loading_info=True,
+        )
     model, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     _check(info)
     check_materialised(model)

@@ -40,10 +40,14 @@ FIELDS = {
 ExpertsFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _dispatch(
     module: nn.Module, hidden_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
 ) -> torch.Tensor:
-    """What the library calls for every MoE layer whose implementation is `hotset`."""
+    """What the library calls for every MoE layer whose implementation is `hotset`.
+
+    A compiled layer stops here and goes on behind it.
+    """
     function: ExpertsFunction = module._hotset_experts  # type: ignore[assignment]
     return function(hidden_TH, ids_TK, weights_TK)
 

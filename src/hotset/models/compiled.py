@@ -1,0 +1,67 @@
+"""Decoder layers compiled region by region: what surrounds experts and attention, fused.
+
+A stock layer is a hundred small kernels in a decode step; compiled it is a dozen. Layers of one
+kind share one compilation, since the parts that differ (experts, attention with its cache) are
+opaque calls that break the graph. Compiled layers live only inside `compiled_layers`: what is
+captured there into a CUDA graph stays, and prefill never meets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+from hotset.kernels.topk import accepts, topk
+from hotset.models.layer_kinds import decoder_layers
+
+# Batch sizes times layer kinds of the largest model; beyond it the compiler would go on without
+# compiling, in silence.
+_MOST_COMPILATIONS = 64
+
+
+@contextmanager
+def compiled_layers(model: nn.Module) -> Iterator[None]:
+    """Within the block every decoder layer of `model` runs compiled, one shape at a time.
+
+    Only what cannot change between runs is chosen by the compiler: no autotuning.
+    """
+    _, layers = decoder_layers(model)
+    plain = [layer.forward for layer in layers]
+    options: dict[str, Any] = {"post_grad_custom_post_pass": _ShortTopK()}
+    limits = torch._dynamo.config.patch(
+        recompile_limit=_MOST_COMPILATIONS, fail_on_recompile_limit_hit=True
+    )
+    with limits:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward, dynamic=False, options=options)
+        try:
+            yield
+        finally:
+            for layer, forward in zip(layers, plain, strict=True):
+                layer.forward = forward
+
+
+class _ShortTopK(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Replaces the library's top-k of short rows by ours, whatever router it stands in."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default):
+            given = dict(zip(("self", "k", "dim", "largest", "sorted"), node.args, strict=False))
+            x, k, dim = cast(fx.Node, given["self"]), cast(int, given["k"]), given.get("dim", -1)
+            largest, ordered = given.get("largest", True), given.get("sorted", True)
+            value = x.meta["val"]
+            last = dim in (-1, value.dim() - 1)
+            if last and largest and ordered and accepts(value.shape[-1], k, value.dtype):
+                with graph.inserting_before(node):
+                    ours = graph.call_function(topk._opoverload, (x, k))
+                ours.meta = node.meta
+                node.replace_all_uses_with(ours)
+                graph.erase_node(node)
+
+    def uuid(self) -> object:
+        """Part of the compiler's cache key: changes whenever this pass does."""
+        return torch._inductor.custom_graph_pass.get_hash_for_files((__file__,))

@@ -194,8 +194,9 @@ def build_tiny(
 ) -> Any:
     """A stock model with `eager` experts, in evaluation mode.
 
-    Matrices, biases and float buffers are drawn from normal(0, 0.12), so that outputs are not
-    near-constant as they are with the library's own initialisation.
+    Matrices and biases (of routers, which are buffers, too) are drawn from normal(0, 0.12), so that
+    outputs are not near-constant as they are with the library's own initialisation. Other buffers
+    are constants of the architecture (decay rates of linear attention) and stay.
 
     Args:
         with_towers: build a composite type whole, as its checkpoints are.
@@ -207,9 +208,11 @@ def build_tiny(
         torch.manual_seed(seed)
         model = auto.from_config(config, dtype=dtype, experts_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
+    buffers = {name for name, _ in model.named_buffers()}
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point() and (tensor.dim() >= 2 or "bias" in name):
+            is_matrix = tensor.dim() >= 2 and name not in buffers
+            if tensor.is_floating_point() and (is_matrix or "bias" in name):
                 noise = torch.randn(tensor.shape, generator=generator) * 0.12
                 tensor.copy_(noise)
     return model

@@ -12,6 +12,9 @@ A user's mistake raises one of these; an `assert` is for our own bugs only.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class HotsetError(Exception):
     """Base of all errors meant for a user.
@@ -54,3 +57,26 @@ class RequestError(HotsetError):
 
 class HardwareError(HotsetError):
     """The machine lacks what is needed, or a device failed."""
+
+
+@contextmanager
+def explain_out_of_memory(
+    component: str, *, hint: str, error: type[HotsetError] = CapacityError
+) -> Iterator[None]:
+    """Calls an allocation that fails within the block what it is.
+
+    Args:
+        component: what the memory is for, with its size where that is known.
+        hint: what to do.
+        error: what is raised.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as failure:
+        # torch's two allocators: `OutOfMemoryError` on a device, a plain RuntimeError on the host.
+        lines = str(failure).strip().splitlines() or [type(failure).__name__]
+        words = lines[0].lower()
+        is_memory = isinstance(failure, MemoryError) or "out of memory" in words
+        if not (is_memory or "can't allocate memory" in words):
+            raise
+        raise error(f"out of memory for {component}: {lines[0]}", hint=hint) from failure

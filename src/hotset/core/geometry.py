@@ -135,6 +135,8 @@ class ModelGeometry:
             values expanded to all heads, where the attention does that).
         activation_bytes_per_pair: the same for each pair of a token in the forward and a token of
             its context (masks, attention scores where they are materialised).
+        continues_in_chunks: a forward that extends a context may have any number of tokens;
+            otherwise it is right for one token only.
     """
 
     model_type: str
@@ -150,6 +152,7 @@ class ModelGeometry:
     activation_bytes_per_token: int
     activation_bytes_per_context_token: int = 0
     activation_bytes_per_pair: int = 0
+    continues_in_chunks: bool = True
 
     def activation_bytes(self, num_tokens: int, context_tokens: int) -> int:
         """Peak transient of one forward outside the experts.

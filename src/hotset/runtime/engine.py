@@ -6,9 +6,13 @@ modules' business; this one decides what runs in a step, and gives everything ba
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import chain
+from operator import index
 from types import TracebackType
 
 import numpy as np
@@ -16,11 +20,12 @@ import torch
 from transformers.cache_utils import Cache
 
 from hotset.core.config import EngineConfig
-from hotset.core.errors import CapacityError, RequestError
+from hotset.core.errors import RequestError, explain_out_of_memory
 from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
 from hotset.core.request import FinishReason, SamplingParams, check_length
 from hotset.core.slot_pools import SlotPools
+from hotset.core.units import format_bytes
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
@@ -31,6 +36,8 @@ from hotset.runtime.probe import choose_device
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.weights import Progress, WeightSource
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,7 @@ class Engine:
         self.store = self._make_store()
         try:
             self.model = source.load_resident(self.device)
-            source.fill_experts(self.store, progress or (lambda done, total: None))
-            self.store.place(initial_placement(self.pools, self.plan))
+            self._fill(source, progress or (lambda done, total: None))
             self._bind()
         except BaseException:
             self.close()
@@ -93,7 +99,13 @@ class Engine:
             record_bytes=[layer.expert.record_bytes for layer in self.geometry.layers],
             num_slots={pool.record_bytes: pool.num_slots for pool in self.plan.pools},
         )
-        try:
+        device = self.plan.device
+        room = explain_out_of_memory(
+            f"slots ({format_bytes(device['slots'])}) and staging buffers "
+            f"({format_bytes(device['staging ring'])})",
+            hint="something else took memory since the plan was made; set a smaller `--vram`",
+        )
+        with room:
             return ExpertStore(
                 self.geometry.layers,
                 self.pools,
@@ -101,12 +113,15 @@ class Engine:
                 staging_records=self.plan.staging_records,
                 poison=self.config.poison,
             )
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"the device ran out of memory for slots and staging buffers: {error}",
-                hint="something else took device memory since the plan was made; set a smaller "
-                "`--vram`",
-            ) from error
+
+    def _fill(self, source: WeightSource, progress: Progress) -> None:
+        room = explain_out_of_memory(
+            "experts on their way from the files",
+            hint="free memory, or see `hotset plan MODEL` for what fits",
+        )
+        with room:
+            source.fill_experts(self.store, progress)
+            self.store.place(initial_placement(self.pools, self.plan))
 
     def _bind(self) -> None:
         for layer, module in enumerate(experts_modules(self.model).values()):
@@ -147,12 +162,7 @@ class Engine:
     def _generate(
         self, ids: list[int], num_tokens: int, sampler: Sampler, stops: frozenset[int]
     ) -> Iterator[TokenOut]:
-        if not self._answering.acquire(blocking=False):
-            raise RequestError(
-                "another answer is being generated, and the plan holds the cache of one",
-                hint="finish or close its iterator first",
-            )
-        try:
+        with self._only_answer():
             cache, logits_V = self._prefill(ids)
             for count in range(1, num_tokens + 1):
                 token_id = sampler.sample(logits_V)
@@ -165,6 +175,17 @@ class Engine:
                 yield TokenOut(token_id, None)
                 cache, logits = self._step([token_id], cache, num_logits=1)
                 logits_V = logits[-1]
+
+    @contextmanager
+    def _only_answer(self) -> Iterator[None]:
+        """Holds the one cache that the plan has room for."""
+        if not self._answering.acquire(blocking=False):
+            raise RequestError(
+                "another answer is being generated, and the plan holds the cache of one",
+                hint="finish or close its iterator first",
+            )
+        try:
+            yield
         finally:
             self._answering.release()
 
@@ -172,7 +193,8 @@ class Engine:
         """Next-token logits after every token of a text, [T, V] float32 on the CPU.
 
         Raises:
-            RequestError: no ids, an id out of range, or more of them than the context holds.
+            RequestError: no ids, an id out of range, more of them than the context holds, or an
+                answer is being generated.
         """
         ids = self._check_ids(token_ids)
         if len(ids) > self.plan.context_tokens:
@@ -182,24 +204,34 @@ class Engine:
             )
         cache, parts = None, []
         size = min(self.plan.prefill_chunk, logits_chunk(self.geometry))
-        for chunk in _chunks(ids, size):
-            cache, logits = self._step(chunk, cache, num_logits=len(chunk))
-            parts.append(logits.float().cpu())
+        with self._only_answer():
+            for chunk in self._forwards(ids, size):
+                cache, logits = self._step(chunk, cache, num_logits=len(chunk))
+                parts.append(logits.float().cpu())
         return torch.cat(parts)
 
     def place(self, placement: Placement) -> None:
-        """Changes which experts have slots, between steps. No output changes by a bit."""
+        """Changes which experts have slots, between steps. No output changes by a bit.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
         with self._lock, torch.inference_mode():
+            self._check_open()
             self.store.place(placement)
 
     def close(self) -> None:
-        """Gives slots, resident weights and page-locked memory back. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        self.model = None  # type: ignore[assignment]
-        self.store.close()
-        del self.store
+        """Gives slots, resident weights and page-locked memory back. Safe to call twice.
+
+        Waits for the step that another thread runs; the answer it belongs to then fails.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.model = None  # type: ignore[assignment]
+            self.store.close()
+            del self.store
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -214,10 +246,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
+    def _check_open(self) -> None:
         if self._closed:
-            raise RequestError("this engine is closed")
-        ids = [int(token) for token in token_ids]
+            raise RequestError("this engine is closed", hint="load the model again")
+
+    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
+        self._check_open()
+        try:
+            ids = [index(token) for token in token_ids]
+        except TypeError as error:
+            raise RequestError(f"token ids must be whole numbers: {error}") from error
         if not ids:
             raise RequestError("the prompt has no tokens")
         for token in ids:
@@ -229,10 +267,28 @@ class Engine:
 
     def _prefill(self, ids: list[int]) -> tuple[Cache, torch.Tensor]:
         cache = None
-        for chunk in _chunks(ids, self.plan.prefill_chunk):
+        for chunk in self._forwards(ids, self.plan.prefill_chunk):
             cache, logits = self._step(chunk, cache, num_logits=1)
         assert cache is not None
         return cache, logits[-1]
+
+    def _forwards(self, ids: list[int], size: int) -> Iterator[list[int]]:
+        """The tokens of each forward: chunks, or after the first chunk single tokens where the
+        stock model can only continue by those.
+
+        Raises:
+            RequestError: the latter, in a strict engine.
+        """
+        if len(ids) <= size or self.geometry.continues_in_chunks:
+            return (ids[start : start + size] for start in range(0, len(ids), size))
+        reason = (
+            f"`{self.geometry.model_type}` of transformers cannot continue a prompt in chunks: "
+            f"{len(ids) - size} of {len(ids)} tokens run one by one"
+        )
+        if self.config.strict:
+            raise RequestError(reason, hint="load with a larger `--prefill-chunk`")
+        logger.warning("%s; a larger `--prefill-chunk` spares that", reason)
+        return chain([ids[:size]], ([token] for token in ids[size:]))
 
     def _step(
         self, ids: list[int], cache: Cache | None, *, num_logits: int
@@ -243,29 +299,29 @@ class Engine:
             The cache, extended by `ids`, and the logits of the last `num_logits` tokens, [n, V].
         """
         with self._lock, torch.inference_mode():
-            if self._closed:
-                raise RequestError("this engine was closed while a request ran")
+            self._check_open()
             try:
-                out = self.model(
-                    input_ids=torch.tensor([ids], device=self.device),
-                    past_key_values=cache,
-                    use_cache=True,
-                    logits_to_keep=num_logits,
-                )
+                with self._room_for_step(len(ids)):
+                    out = self.model(
+                        input_ids=torch.tensor([ids], device=self.device),
+                        past_key_values=cache,
+                        use_cache=True,
+                        logits_to_keep=num_logits,
+                    )
                 self._log.finish(self.store.placement)
-            except torch.OutOfMemoryError as error:
-                raise RequestError(
-                    f"the device ran out of memory in a step of {len(ids)} tokens: {error}",
-                    hint="other programs may have taken device memory since the start; lower "
-                    "`--prefill-chunk` or `--context`, or set a smaller `--vram`",
-                ) from error
             finally:
                 self._log.drop()
         return out.past_key_values, out.logits[0]
 
-
-def _chunks(ids: list[int], size: int) -> Iterator[list[int]]:
-    return (ids[start : start + size] for start in range(0, len(ids), size))
+    def _room_for_step(self, num_tokens: int) -> AbstractContextManager[None]:
+        lines = ("activations", "attention workspace", "expert workspace", "KV cache")
+        planned = ", ".join(f"{name} {format_bytes(self.plan.device[name])}" for name in lines)
+        return explain_out_of_memory(
+            f"a step of {num_tokens} tokens (planned: {planned})",
+            hint="other programs may have taken memory since the start; lower `--prefill-chunk` or "
+            "`--context`, or set a smaller `--vram`",
+            error=RequestError,
+        )
 
 
 def initial_placement(pools: SlotPools, plan: MemoryPlan) -> Placement:

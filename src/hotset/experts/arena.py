@@ -50,8 +50,8 @@ class HostArena:
             self._starts.append(size)
             size += layer.num_experts * layer.expert.record_bytes
         self.nbytes = align_up(size, mmap.PAGESIZE)
-        self._mapping = _map(self.nbytes)
-        self.bytes_: torch.Tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        # The tensor and its views are all that holds the mapping, so it goes with the last of them.
+        self.bytes_: torch.Tensor = torch.frombuffer(_map(self.nbytes), dtype=torch.uint8)
         self._base = self.bytes_.data_ptr()
         self._to_device = 0
         self._unregister: weakref.finalize[[int], HostArena] | None = None

@@ -18,8 +18,8 @@ from hotset.core.request import SamplingParams
 Messages = Sequence[Mapping[str, Any]]
 
 _REPLACEMENT = "\ufffd"
-# Decoding starts this many tokens before what is new: the first token of a decode loses its
-# leading space in some tokenizers, and a character may have started there.
+# Decoding starts at least this many tokens before what is new: the first token of a decode loses
+# its leading space in some tokenizers.
 _CONTEXT_TOKENS = 4
 
 
@@ -39,8 +39,8 @@ class Text:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CheckpointError(
                 f"the tokenizer of `{folder}` cannot be loaded: {reason}",
                 hint="hotset runs no code from a checkpoint; it needs a `tokenizer.json`",
@@ -102,7 +102,7 @@ def _generation_config(folder: Path) -> GenerationConfig | None:
         return None
     try:
         config: GenerationConfig = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"`{folder / 'generation_config.json'}`: {error}") from error
     return config
 
@@ -114,28 +114,34 @@ def stop_ids(
 
     Each alone is wrong for some published model: Qwen3.5's config names only `<|endoftext|>` and
     would never stop a chat turn, others leave an id to the tokenizer.
+
+    Raises:
+        CheckpointError: one of them is no id and no list of ids.
     """
-    found: set[int] = set()
     text = config.get_text_config()
-    for source in (generation, config, text):
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    if tokenizer_eos is not None:
-        found.add(tokenizer_eos)
+    given = [getattr(source, "eos_token_id", None) for source in (generation, config, text)]
+    found: set[int] = set()
+    for value in (*given, tokenizer_eos):
+        ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
+        if not all(isinstance(token, int) for token in ids):
+            raise CheckpointError(f"`eos_token_id` is {value!r}, which is no id and no list of ids")
+        found.update(ids)
     return frozenset(found)
 
 
 class Detokenizer:
     """Turns ids into text as they come; the pieces together equal `decode` of all ids.
 
-    A character that is split over tokens is held back until it is whole.
+    A character that is split over tokens is held back until it is whole. A byte that belongs to no
+    character is put out, as U+FFFD, with the next character that is whole.
     """
 
     def __init__(self, text: Text) -> None:
         self._text = text
         self._ids: list[int] = []
-        self._start = 0  # where decoding starts
-        self._read = 0  # ids before this one have been put out
+        # Where text was put out, so where a character ends; decoding starts at the first of them
+        # and goes on from the last. A byte decoder makes nothing of half a character.
+        self._ends = [0]
 
     def push(self, token_id: int) -> str:
         """Text that this id completes; empty while a character is incomplete."""
@@ -143,19 +149,18 @@ class Detokenizer:
         piece = self._new_text()
         if not piece or piece.endswith(_REPLACEMENT):
             return ""
-        self._advance()
+        self._ends.append(len(self._ids))
+        while len(self._ends) > 2 and self._ends[1] <= len(self._ids) - _CONTEXT_TOKENS:
+            self._ends.pop(0)
         return piece
 
     def flush(self) -> str:
         """What is still held back, at the end of the stream."""
         piece = self._new_text()
-        self._advance()
+        self._ends.append(len(self._ids))
         return piece
 
     def _new_text(self) -> str:
-        before = self._text.decode(self._ids[self._start : self._read])
-        return self._text.decode(self._ids[self._start :])[len(before) :]
-
-    def _advance(self) -> None:
-        self._read = len(self._ids)
-        self._start = max(self._start, self._read - _CONTEXT_TOKENS)
+        start, read = self._ends[0], self._ends[-1]
+        before = self._text.decode(self._ids[start:read])
+        return self._text.decode(self._ids[start:])[len(before) :]

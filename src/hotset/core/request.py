@@ -7,6 +7,9 @@ from enum import Enum
 
 from hotset.core.errors import RequestError
 
+# Below this every difference between logits that matters is infinite in float32; 0 is meant.
+MIN_TEMPERATURE = 1e-6
+
 
 class FinishReason(Enum):
     """Why a request ended; every request ends in exactly one."""
@@ -37,16 +40,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Written so that NaN fails too.
-        if not 0.0 <= self.temperature <= 100.0:
-            raise RequestError(f"`temperature` is {self.temperature}, it must be in 0..100")
+        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= 100.0):
+            raise RequestError(
+                f"`temperature` is {self.temperature}, it must be 0 or in {MIN_TEMPERATURE}..100"
+            )
         if not 0.0 < self.top_p <= 1.0:
             raise RequestError(f"`top_p` is {self.top_p}, it must be above 0 and at most 1")
         if not 0.0 <= self.min_p <= 1.0:
             raise RequestError(f"`min_p` is {self.min_p}, it must be in 0..1")
-        if self.top_k < 0:
-            raise RequestError(f"`top_k` is {self.top_k}, it must be 0 (off) or more")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RequestError(f"`seed` is {self.seed}, it must be in 0..2^63-1")
+        if not (isinstance(self.top_k, int) and self.top_k >= 0):
+            raise RequestError(f"`top_k` is {self.top_k!r}, it must be 0 (off) or a whole number")
+        seed = self.seed
+        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
+            raise RequestError(f"`seed` is {seed!r}, it must be a whole number in 0..2^63-1")
 
     @property
     def greedy(self) -> bool:
@@ -66,8 +72,8 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
     """
     if num_prompt < 1:
         raise RequestError("the prompt has no tokens")
-    if max_tokens is not None and max_tokens < 1:
-        raise RequestError(f"`max_tokens` is {max_tokens}, the least is 1")
+    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
+        raise RequestError(f"`max_tokens` is {max_tokens!r}, it must be a whole number from 1 on")
     room = context_tokens - num_prompt
     if room < (max_tokens or 1):
         asked = "" if max_tokens is None else f" and {max_tokens} new ones"

@@ -58,6 +58,9 @@ class Sampler:
         else:
             # No warper of these looks at the ids so far.
             ids = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))
+            # Only differences count, and those to the largest do not overflow when they are
+            # divided by a small temperature.
+            scores = scores - scores.amax()
             scores = self._warpers(ids, cast(torch.FloatTensor, scores))
             probs = torch.softmax(scores, dim=-1)
             safe = torch.where(finite, probs, torch.ones_like(probs))

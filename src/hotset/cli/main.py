@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
+from itertools import takewhile
+from typing import NoReturn
 
 import typer
 
@@ -44,25 +46,35 @@ def _options(
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs a command line and exits: 0 done, 1 failed, 2 refused, 130 interrupted."""
+    """Runs a command line and exits: 0 done, 1 failed, 2 refused, 130 interrupted.
+
+    Whatever went wrong, the last words on stderr are the cause and what to do next; the traceback
+    comes before them, and only with `--debug`.
+    """
     args = sys.argv[1:] if args is None else args
-    debug = "--debug" in args
+    debug = "--debug" in takewhile(lambda word: word.startswith("-"), args)
     try:
         level = env.LOG_LEVEL.get() or "warning"
         logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
         app(args, prog_name="hotset", standalone_mode=True)
     except HotsetError as error:
-        if debug:
-            traceback.print_exc()
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of stdout is gone (`| head`); there is nobody left to tell.
-        sys.stderr.close()
-        sys.exit(0)
+        _fail("interrupted", INTERRUPTED, debug=debug)
+    except SystemExit as end:
+        if end.code == INTERRUPTED:  # what typer makes of Ctrl-C within a command
+            _fail("interrupted", INTERRUPTED, debug=debug)
+        raise
+    except Exception as error:  # noqa: BLE001 - nobody above would say it in words
+        hint = "this is a bug in hotset; report it with the traceback that `hotset --debug` shows"
+        _fail(f"{type(error).__name__}: {error}\n\nhint: {hint}", 1, debug=debug)
+
+
+def _fail(message: str, exit_code: int, *, debug: bool) -> NoReturn:
+    if debug:
+        traceback.print_exc()
+    typer.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)
 
 
 if __name__ == "__main__":

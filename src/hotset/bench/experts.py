@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hotset.bench.rates import Rates, measure_rates
+from hotset.bench.rates import measure_rates
 from hotset.bench.rows import Row, Spread
 from hotset.bench.timing import capture, time_ms
+from hotset.core.costmodel import Rates
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Placement
 from hotset.experts.store import ExpertStore
@@ -56,7 +57,7 @@ def bench_experts(
         shape: its name, for the rows.
     """
     rates = measure_rates(store)
-    for name in ("zero_copy", "copy_engine", "hbm"):
+    for name in ("link", "copy", "hbm"):
         spread = Spread.of([getattr(rates, f"{name}_gbps")])
         yield Row(bench="rates", case=shape, figure=name, unit="GB/s", **vars(spread))
     rng = np.random.default_rng(1)
@@ -151,7 +152,7 @@ def _speed_of_light_ms(
         for index, layer in enumerate(store.layers):
             used = np.unique(one[index])
             num_hits = int(store.placement.resident[index, used].sum())
-            link = (len(used) - num_hits) * layer.expert.record_bytes / rates.zero_copy_gbps
+            link = (len(used) - num_hits) * layer.expert.record_bytes / rates.link_gbps
             hbm = num_hits * layer.expert.record_bytes / rates.hbm_gbps
             total += max(link, hbm) / 1e6
     return total / len(sets)

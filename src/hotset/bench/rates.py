@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from hotset.bench.timing import time_ms
+from hotset.core.costmodel import Rates
 from hotset.experts.store import ExpertStore
 from hotset.kernels.gather import gather_records
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Gigabytes (1e9 bytes) per second.
-
-    Attributes:
-        zero_copy_gbps: kernels reading page-locked host memory in place.
-        copy_engine_gbps: host to device copies of long runs.
-        hbm_gbps: reading device memory (a reduction, which writes next to nothing).
-    """
-
-    zero_copy_gbps: float
-    copy_engine_gbps: float
-    hbm_gbps: float
 
 
 def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:

@@ -228,9 +228,19 @@ def _geometry(
         hidden=text.hidden_size,
         vocab=text.vocab_size,
         num_layers=text.num_hidden_layers,
+        resident_read_bytes=resident - _unread_bytes(model),
         max_context=getattr(text, "max_position_embeddings", 0) or 0,
         activation_bytes_per_token=used.activation_bytes_per_token,
         activation_bytes_per_context_token=used.activation_bytes_per_context_token,
         activation_bytes_per_pair=used.activation_bytes_per_pair,
         continues_in_chunks=config.model_type not in _CONTINUED_BY_TOKEN,
     )
+
+
+def _unread_bytes(model: PreTrainedModel) -> int:
+    """Bytes of an embedding table that serves as nothing else."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight = getattr(table, "weight", None)
+    if weight is None or (head is not None and model.config.get_text_config().tie_word_embeddings):
+        return 0
+    return int(weight.numel() * weight.element_size())

@@ -7,6 +7,8 @@ elsewhere.
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -25,6 +27,10 @@ FLAGS = {
     ],
     "hotset plan": [*MEMORY, "--json"],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
+    "hotset simulate": [
+        *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
+        *("--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
+    ],
     "hotset bench": [],
     "hotset bench experts": [
         *("--device", "--hits", "--json", "--kernels", "--layers", "--rows", "--shape", "--tokens")
@@ -52,6 +58,12 @@ def flags_of(command: Any) -> list[str]:
 def test_no_command_and_no_flag_comes_or_goes_by_accident() -> None:
     found = {path: flags_of(command) for path, _, command in COMMANDS}
     assert found == {path: sorted(flags) for path, flags in FLAGS.items()}
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, hotset.cli.main; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 @LEAVES

@@ -13,6 +13,7 @@ import typer
 from hotset.cli import bench
 from hotset.cli.generate import generate
 from hotset.cli.plan import plan
+from hotset.cli.simulate import simulate
 from hotset.cli.verify import verify
 from hotset.core import env
 from hotset.core.errors import HotsetError
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(plan)
 app.command()(verify)
+app.command()(simulate)
 app.add_typer(bench.app, name="bench")
 
 

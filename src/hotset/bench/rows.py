@@ -21,11 +21,14 @@ _VERSIONED = ("torch", "triton", "transformers", "numpy")
 
 
 def command() -> str:
-    """The command line of this run, without the path of the program."""
+    """The command line that repeats this run: without paths of the program and of the rows."""
     program = Path(sys.argv[0]).name
-    return shlex.join(
-        ["hotset" if program in ("main.py", "__main__.py") else program, *sys.argv[1:]]
-    )
+    kept, skip = ["hotset" if program in ("main.py", "__main__.py") else program], False
+    for argument in sys.argv[1:]:
+        if not skip and argument not in ("--debug", "--rows"):
+            kept.append(argument)
+        skip = argument == "--rows"
+    return shlex.join(kept)
 
 
 def commit() -> str:

@@ -87,6 +87,20 @@ def test_commands_in_pages_parse() -> None:
             known[path].make_context(path, words[depth:])
 
 
+def test_make_targets_in_pages_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+        assert set(named) <= targets, name_of(page)
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    assert "\nmake test " in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "\nexec make test <" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
 def test_python_in_pages_compiles() -> None:
     for page in PAGES:
         for code in code_blocks(page, "python"):

@@ -17,7 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hotset.core.geometry import ExpertSpec, Gate, GateForm
-from hotset.kernels import combine, copy_kernel, device, grouping, moe_decode, moe_grouped
+from hotset.kernels import combine, copy_kernel, device, grouping, match, moe_decode, moe_grouped
+from hotset.kernels.match_reference import LayerMatch
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
@@ -91,6 +92,13 @@ def experts(
         moe_grouped.grouped(x_TH, ids_TK, address_E, spec, grouping=blocks, fill_E=fill_E)
 
 
+def layer_match(num_experts: int, num_victims: int) -> LayerMatch:
+    columns = torch.zeros(num_experts + 2, dtype=torch.int64)
+    victims, admit = torch.zeros(num_victims).int(), torch.zeros(num_experts).int()
+    fill, evict = torch.zeros(num_experts, dtype=torch.int64), torch.zeros(num_victims).int()
+    return LayerMatch(columns, columns, victims, admit, fill, evict)
+
+
 def main(capability: int) -> None:
     compiled = Compiled()
     driver.set_active(AbsentGPU(capability))
@@ -116,6 +124,11 @@ def main(capability: int) -> None:
     case("group", grouping.group_in_one_program, ids_TK, 128, 16)
     y_TKH = torch.empty(4, 8, 2048)
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
+    few, many = layer_match(128, 8), layer_match(1024, 127)
+    case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, matched=few)
+    case("match", match.match, ids_TK[:1], few)
+    case("match, counted", match.match, ids_TK, few, grouping=grouping.group_tokens(ids_TK, 128))
+    case("match, many", match.match, ids_TK, many)
     addresses = torch.zeros(4, dtype=torch.int64)
     case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
     interpreted = device.is_interpreted(device.round_to)

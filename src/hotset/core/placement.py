@@ -159,9 +159,9 @@ class Placement:
     ) -> list[tuple[int, int, int]]:
         """The match rule for one layer: what takes whose slot. Changes nothing.
 
-        A victim is free if it is still resident and not itself routed; the j-th missing expert
-        with `admit > 0`, in ascending id, gets the j-th free victim if it outranks it, that is if
-        its `admit` is above the victim's position in `victims`.
+        A victim is free if it is still resident, not pinned and not itself routed; the j-th missing
+        expert with `admit > 0`, in ascending id, gets the j-th free victim if it outranks it, that
+        is if its `admit` is above the victim's position in `victims`.
 
         Args:
             ids: routed ids in any order; repeated ones count once, those outside 0..E-1 not at all.
@@ -199,6 +199,7 @@ class Placement:
         cell_LV = np.maximum(victims_LV, 0) + self._row
         self._routed[cell_LN] = True
         free = (victims_LV >= 0) & self.resident.take(cell_LV) & ~self._routed.take(cell_LV)
+        free &= ~self.pinned.take(cell_LV)
         self._routed[cell_LN] = False
 
         # Positions of the free victims in order, then numbers that no `admit` is above.

@@ -1,6 +1,7 @@
 """Routed outputs to layer output: out_t = round(sum over k of weights[t, k] * y[t, k]).
 
-The sum runs in FP32 in ascending k. Knows nothing of experts.
+The sum runs in FP32 in ascending k. Knows nothing of experts, but carries out a layer's `retarget`
+in a program of its own: this launch is behind the kernels that fill slots, and runs anyway.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -11,12 +12,14 @@ import triton
 import triton.language as tl
 
 from hotset.kernels.device import is_interpreted, round_to
+from hotset.kernels.match import retarget
+from hotset.kernels.match_reference import LayerMatch
 
 _BLOCK_H = 512
 
 
 @triton.jit
-def _combine_kernel(
+def _combine_block(
     y_TKH,
     weights_TK,
     out_TH,
@@ -36,18 +39,80 @@ def _combine_kernel(
     tl.store(out_TH + token * HIDDEN + h, rounded, mask=inside)
 
 
-def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@triton.jit
+def _combine_kernel(
+    y_TKH,
+    weights_TK,
+    out_TH,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    _combine_block(y_TKH, weights_TK, out_TH, HIDDEN, TOP_K, BLOCK_H, INTERPRET)
+
+
+@triton.jit
+def _combine_and_retarget_kernel(
+    y_TKH,
+    weights_TK,
+    out_TH,
+    address_W,
+    host_address_W,
+    fill_E,
+    evict_V,
+    num_tokens,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    NUM_VICTIMS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    if tl.program_id(0) < num_tokens:
+        _combine_block(y_TKH, weights_TK, out_TH, HIDDEN, TOP_K, BLOCK_H, INTERPRET)
+    elif tl.program_id(1) == 0:
+        retarget(
+            address_W, host_address_W, fill_E, evict_V, num_experts, NUM_VICTIMS, BLOCK_E, BLOCK_V
+        )
+
+
+def combine(
+    y_TKH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    matched: LayerMatch | None = None,
+) -> torch.Tensor:
     """The layer's output [T, H] in `dtype`; see `dispatch.Kernels.combine`."""
     num_tokens, top_k, hidden = y_TKH.shape
     out_TH = y_TKH.new_empty(num_tokens, hidden, dtype=dtype)
-    _combine_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK_H))](
+    blocks = triton.cdiv(hidden, _BLOCK_H)
+    shared = {
+        "HIDDEN": hidden,
+        "TOP_K": top_k,
+        "BLOCK_H": _BLOCK_H,
+        "INTERPRET": is_interpreted(_combine_kernel),
+        "num_warps": 4,
+    }
+    if matched is None:
+        _combine_kernel[(num_tokens, blocks)](y_TKH, weights_TK, out_TH, **shared)
+        return out_TH
+    _combine_and_retarget_kernel[(num_tokens + 1, blocks)](
         y_TKH,
         weights_TK,
         out_TH,
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        BLOCK_H=_BLOCK_H,
-        INTERPRET=is_interpreted(_combine_kernel),
-        num_warps=4,
+        matched.address_W,
+        matched.host_address_W,
+        matched.fill_E,
+        matched.evict_V,
+        num_tokens,
+        matched.num_experts,
+        NUM_VICTIMS=matched.num_victims,
+        BLOCK_E=triton.next_power_of_2(matched.num_experts),
+        BLOCK_V=triton.next_power_of_2(matched.num_victims),
+        **shared,
     )
     return out_TH

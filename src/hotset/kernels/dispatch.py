@@ -12,8 +12,9 @@ import torch
 
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import ExpertSpec
-from hotset.kernels import reference
+from hotset.kernels import match_reference, reference
 from hotset.kernels.grouping import Grouping, group_tokens
+from hotset.kernels.match_reference import LayerMatch
 
 CHOICES = ("reference", "triton")
 
@@ -64,10 +65,34 @@ class Kernels(Protocol):
             FP32 [T, K, H], `out` if given.
         """
 
+    def match(
+        self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
+    ) -> None:
+        """Finds which missing experts are filled into whose slots in this step.
+
+        Writes `layer.fill_E`, which `expert_outputs` of the same ids then takes, and
+        `layer.evict_V`. Addresses stay as they are until `combine` is told of `layer`.
+
+        Args:
+            ids_TK: as for `expert_outputs`.
+            layer: addresses and wishes of the layer; see `match_reference`.
+            grouping: `group(ids_TK, E)`; saves comparing all ids with all experts.
+        """
+
     def combine(
-        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+        self,
+        y_TKH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        matched: LayerMatch | None = None,
     ) -> torch.Tensor:
-        """[T, H]: sum over k, ascending, in FP32 of weights[t, k] * y[t, k], rounded once."""
+        """[T, H]: sum over k, ascending, in FP32 of weights[t, k] * y[t, k], rounded once.
+
+        Args:
+            matched: what `match` found; its `address_W` is retargeted: filled experts to their
+                slots, victims to the host. Must come behind the `expert_outputs` that filled.
+        """
 
 
 class ReferenceKernels:
@@ -92,10 +117,24 @@ class ReferenceKernels:
         check_inputs(x_TH, ids_TK, address_E, spec, out)
         return reference.expert_outputs(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
 
+    def match(
+        self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
+    ) -> None:
+        layer.check()
+        match_reference.match(ids_TK, layer)
+
     def combine(
-        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+        self,
+        y_TKH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        matched: LayerMatch | None = None,
     ) -> torch.Tensor:
-        return reference.combine(y_TKH, weights_TK, dtype)
+        out_TH = reference.combine(y_TKH, weights_TK, dtype)
+        if matched is not None:
+            match_reference.retarget(matched)
+        return out_TH
 
 
 class TritonKernels:
@@ -130,13 +169,25 @@ class TritonKernels:
         grouping = grouping or self.group(ids_TK, address_E.numel())
         return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
 
+    def match(
+        self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
+    ) -> None:
+        from hotset.kernels.match import match
+
+        match(ids_TK.contiguous(), layer, grouping=grouping)
+
     def combine(
-        self, y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype
+        self,
+        y_TKH: torch.Tensor,
+        weights_TK: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        matched: LayerMatch | None = None,
     ) -> torch.Tensor:
         from hotset.kernels.combine import combine
 
         assert y_TKH.is_contiguous() and y_TKH.dtype == torch.float32
-        return combine(y_TKH, weights_TK.contiguous(), dtype)
+        return combine(y_TKH, weights_TK.contiguous(), dtype, matched=matched)
 
 
 def check_inputs(

@@ -66,6 +66,8 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
+    moves: ClassVar[bool] = True
+    """Whether it ever wishes for anything; the device need not match for one that never does."""
 
     def __init__(
         self,

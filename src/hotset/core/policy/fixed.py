@@ -16,6 +16,8 @@ from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 class FixedPolicy(Policy):
     """Base of the policies that wish for nothing."""
 
+    moves = False
+
     def observe(self, ids_LN: IntArray) -> None:
         pass
 

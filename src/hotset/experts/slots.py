@@ -6,9 +6,10 @@ placement's business.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
-from hotset.core.slot_pools import SlotPools
+from hotset.core.slot_pools import IntArray, SlotPools
 
 # Every byte 0xFF is a NaN in FP32, BF16, FP16 and FP8 E4M3 alike.
 POISON = 0xFF
@@ -31,6 +32,7 @@ class SlotMemory:
         self._where = [
             (index, row) for index, pool in enumerate(pools.pools) for row in range(pool.num_slots)
         ]
+        self._addresses = np.array([self._address(*where) for where in self._where], dtype=np.int64)
         self._poison = poison
         if poison:
             for memory in self._memory:
@@ -55,11 +57,18 @@ class SlotMemory:
 
     def address(self, slot: int) -> int:
         """Device address of a slot."""
-        pool, row = self._where[slot]
-        memory = self._memory[pool]
-        return memory.data_ptr() + row * memory.shape[1]
+        return int(self._addresses[slot])
+
+    def addresses(self, slots: IntArray) -> IntArray:
+        """Device addresses of slots, int64 of the same shape."""
+        found: IntArray = self._addresses[slots]
+        return found
 
     def release(self, slot: int) -> None:
         """Called when a slot loses its owner; poisons it where that is asked for."""
         if self._poison:
             self.view(slot).fill_(POISON)
+
+    def _address(self, pool: int, row: int) -> int:
+        memory = self._memory[pool]
+        return memory.data_ptr() + row * memory.shape[1]

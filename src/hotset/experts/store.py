@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import TracebackType
 
+import numpy as np
 import torch
 
 from hotset.core.geometry import MoELayer
-from hotset.core.placement import Placement
+from hotset.core.placement import Matches, Placement
 from hotset.core.slot_pools import SlotPools
 from hotset.experts.arena import HostArena
 from hotset.experts.ring import Fill, Ring
@@ -29,6 +30,7 @@ class ExpertStore:
         device: where slots, staging buffers and the table lie.
         staging_records: room of the prefill ring, in the largest records.
         poison: fill free slots with NaN.
+        num_spare: spare columns of placement and table, to lend free slots to layers.
     """
 
     def __init__(
@@ -39,19 +41,22 @@ class ExpertStore:
         device: torch.device,
         staging_records: int,
         poison: bool = False,
+        num_spare: int = 0,
     ) -> None:
         self.layers = tuple(layers)
         self.device = device
         self.arena = HostArena(self.layers, pinned=device.type == "cuda")
         self.slots = SlotMemory(pools, device=device, poison=poison)
-        self.table = AddressTable(self.layers, self.arena.address, device=device)
+        self.table = AddressTable(
+            self.layers, self.arena.address, device=device, num_spare=num_spare
+        )
         self.ring = Ring(
             self.arena,
             device=device,
             num_records=staging_records,
             record_bytes=max(layer.expert.record_bytes for layer in self.layers),
         )
-        self.placement = Placement(pools)
+        self.placement = Placement(pools, num_spare=num_spare)
 
     def fields(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """Typed, shaped, writable views of one record in the arena, by field name."""
@@ -69,6 +74,7 @@ class ExpertStore:
         Everything is ordered on the current stream behind the kernels already queued there, so it
         may be called between steps without waiting. An expert that keeps its slot is not copied.
         """
+        assert placement.num_spare == self.placement.num_spare
         before, after = _owned(self.placement), _owned(placement)
         lost = {key: slot for key, slot in before.items() if after.get(key) != slot}
         won = {key: slot for key, slot in after.items() if before.get(key) != slot}
@@ -77,9 +83,30 @@ class ExpertStore:
             for slot in lost.values():
                 self.slots.release(slot)
         if won:
-            self.ring.fill([Fill(*key, slot) for key, slot in won.items()], self.slots)
+            self.ring.fill(self._fills(won), self.slots)
             self.table.retarget({key: self.slots.address(slot) for key, slot in won.items()})
         self.placement = placement
+
+    def adopt(self, matches: Matches) -> None:
+        """Takes note of fills that the device has carried out itself: no byte and no address moves.
+
+        Must be told of every step that matched, in order, before anything else is placed; `audit`
+        finds out if it was not.
+        """
+        self.table.adopt(matches, self.slots.addresses(matches.slot))
+        self.placement.apply(matches)
+
+    def restore(self) -> None:
+        """Makes slots and table what the placement says, after a step that broke off halfway.
+
+        Such a step may have written parts of slots that the table calls something else. Copies
+        every owned slot again, ordered on the current stream.
+        """
+        pinned = self.placement.pinned
+        owned = _owned(self.placement)
+        again = {key: slot for key, slot in owned.items() if not pinned[key]}
+        self.ring.fill(self._fills(again), self.slots)
+        self.table.restore()
 
     def audit(self) -> list[str]:
         """Compares every owned slot byte for byte with the arena, and the table with both.
@@ -90,20 +117,27 @@ class ExpertStore:
         wrong = []
         table = self.table.address.cpu()
         owned = _owned(self.placement)
-        for (layer, expert), slot in owned.items():
-            if not torch.equal(self.slots.view(slot).cpu(), self.arena.record(layer, expert)):
-                wrong.append(f"slot {slot} differs from layer {layer} expert {expert}")
-        for index, spec in enumerate(self.layers):
-            for expert in range(spec.num_experts):
-                owner = owned.get((index, expert))
-                want = (
-                    self.arena.address(index, expert)
-                    if owner is None
-                    else self.slots.address(owner)
+        for fill in self._fills(owned):
+            record = self.arena.record(fill.layer, fill.expert)
+            if not torch.equal(self.slots.view(fill.slot).cpu(), record):
+                wrong.append(
+                    f"slot {fill.slot} differs from layer {fill.layer} expert {fill.expert}"
                 )
-                if int(table[index, expert]) != want:
-                    wrong.append(f"layer {index} expert {expert} has a wrong address")
+        for layer, spec in enumerate(self.layers):
+            for column, found in enumerate(table[layer].tolist()):
+                slot = owned.get((layer, column))
+                home = self.arena.address(layer, column) if column < spec.num_experts else 0
+                if found != (home if slot is None else self.slots.address(slot)):
+                    wrong.append(f"layer {layer} expert {column} has a wrong address")
         return wrong
+
+    def _fills(self, owned: dict[tuple[int, int], int]) -> list[Fill]:
+        """What must lie in the slots of experts; spare columns stand for empty ones."""
+        return [
+            Fill(layer, column, slot)
+            for (layer, column), slot in owned.items()
+            if column < self.layers[layer].num_experts
+        ]
 
     def close(self) -> None:
         """Gives the page-locked memory back. Safe to call twice."""
@@ -122,9 +156,8 @@ class ExpertStore:
 
 
 def _owned(placement: Placement) -> dict[tuple[int, int], int]:
-    """(layer, expert) -> slot of every resident expert."""
+    """(layer, column) -> slot of every resident expert, and of every slot that is lent."""
     return {
-        (layer, int(expert)): int(placement.slot_of[layer, expert])
-        for layer in range(placement.num_layers)
-        for expert in placement.residents(layer)
+        (int(layer), int(column)): int(placement.slot_of[layer, column])
+        for layer, column in np.argwhere(placement.resident)
     }

@@ -2,6 +2,7 @@
 
 `address[l, e]` is where the record of expert e of layer l is read *now*: a slot, or its place in
 the host arena. `host_address` is constant. Kernels take a row of it and do not care which it is.
+The table also keeps on the host what the device's copy holds, so that nothing is read back.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hotset.core.geometry import MoELayer
+from hotset.core.placement import Matches
+from hotset.core.slot_pools import IntArray
 
 
 class AddressTable:
-    """Device tables of shape [L, E_max] int64; 0 where a layer has fewer than E_max experts.
+    """Device tables [L, W = E_max + X] int64; 0 where a layer has fewer than E_max experts.
 
     Args:
         layers: the MoE layers.
         host_address: (layer, expert) -> address in the arena as the device sees it.
         device: where the tables lie.
+        num_spare: X, spare columns of `core.placement`: addresses of empty slots lent to a layer.
     """
 
     def __init__(
@@ -28,8 +32,9 @@ class AddressTable:
         host_address: Callable[[int, int], int],
         *,
         device: torch.device,
+        num_spare: int = 0,
     ) -> None:
-        width = max(layer.num_experts for layer in layers)
+        width = max(layer.num_experts for layer in layers) + num_spare
         self._mirror = torch.zeros((len(layers), width), dtype=torch.int64)
         for index, layer in enumerate(layers):
             for expert in range(layer.num_experts):
@@ -43,12 +48,27 @@ class AddressTable:
         """`address` of one layer, [E] int64 on the device; a view, so it is always current."""
         return self.address[layer, : self._num_experts[layer]]
 
+    def adopt(self, matches: Matches, slot_addresses: IntArray) -> None:
+        """Takes note of what the device did to its own table; copies nothing.
+
+        Args:
+            matches: the fills of a step.
+            slot_addresses: [M], the address of the slot of each.
+        """
+        mirror, layer = self._mirror.numpy(), matches.layer
+        mirror[layer, matches.victim] = self._host.numpy()[layer, matches.victim]
+        mirror[layer, matches.expert] = slot_addresses
+
+    def restore(self) -> None:
+        """Copies the host's idea of the table over the device's, whatever that is."""
+        self.address.copy_(self._mirror)
+
     def retarget(self, addresses: dict[tuple[int, int], int | None]) -> None:
-        """Points experts elsewhere: (layer, expert) -> address, `None` for its host copy.
+        """Points columns elsewhere: (layer, column) -> address, `None` for the host copy (if any).
 
         One copy of the whole table (a few hundred KiB at most), ordered on the current stream
         behind the kernels that still read the old addresses.
         """
         for (layer, expert), address in addresses.items():
             self._mirror[layer, expert] = self._host[layer, expert] if address is None else address
-        self.address.copy_(self._mirror)
+        self.restore()

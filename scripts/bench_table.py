@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hotset.bench.rows import Row
+from hotset.core.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "benchmarks" / "results.jsonl"
@@ -162,25 +163,40 @@ def all_tables(rows: Sequence[Row]) -> str:
 
 
 def _group(bench: str, machine: str, rows: list[Row]) -> str:
+    runs = dict.fromkeys((row.command, row.commit, row.date, _versions(row)) for row in rows)
     lines = [
         f"### {bench}, {machine}\n",
-        "| case | figure | p50 | p20 to p80 | unit | speed of light | share of it | against |",
-        "|---|---|---:|---:|---|---:|---:|---|",
+        *_table(_COLUMNS, [_cells(row) for row in rows]),
+        "",
+        *(
+            f"`{command}`, commit {commit}, {day}; {versions}.\n"
+            for command, commit, day, versions in runs
+        ),
     ]
-    for row in rows:
-        sol = "" if row.sol is None else _short(row.sol)
-        share = "" if row.ratio_to_sol is None else f"{row.ratio_to_sol:.3f}"
-        spread = f"{_short(row.p20)} to {_short(row.p80)}"
-        lines.append(
-            f"| {row.case} | {row.figure} | {_short(row.p50)} | {spread} | {row.unit} "
-            f"| {sol} | {share} | {_against(row)} |"
-        )
-    runs = dict.fromkeys((row.command, row.commit, row.date) for row in rows)
-    lines.append("")
-    lines += [f"- `{command}`, commit {commit}, {day}" for command, commit, day in runs]
-    versions = dict.fromkeys(_versions(row) for row in rows)
-    lines += [f"- {text}" for text in versions]
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
+
+
+_COLUMNS = ("case", "figure", "p50", "p20 to p80", "speed of light", "share of it", "against")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    spread = f"{_value(row.p20, row.unit)} to {_value(row.p80, row.unit)}"
+    return (
+        row.case,
+        row.figure,
+        _value(row.p50, row.unit),
+        spread if row.repeats > 1 else "",
+        "" if row.sol is None else _value(row.sol, row.unit),
+        "" if row.ratio_to_sol is None else f"{row.ratio_to_sol:.3f}",
+        _against(row),
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a Markdown table, without the columns that no row fills."""
+    used = [index for index in range(len(heads)) if any(row[index] for row in rows)]
+    lines = [heads, ["---:" if index > 1 else "---" for index in range(len(heads))], *rows]
+    return ["| " + " | ".join(line[index] for index in used) + " |" for line in lines]
 
 
 def headline_table(rows: Sequence[Row], headlines: Sequence[dict[str, str]]) -> str:
@@ -192,17 +208,17 @@ def headline_table(rows: Sequence[Row], headlines: Sequence[dict[str, str]]) -> 
     if not headlines:
         return "No figure has been measured with a committed row yet.\n"
     known = {(row.bench, row.case, row.figure): row for row in newest(rows)}
-    lines = ["| what | measured | share of the speed of light | against |", "|---|---:|---:|---|"]
+    cells = []
     for headline in headlines:
         key = (headline["bench"], headline["case"], headline["figure"])
         if key not in known:
             raise ValueError(f"headline {key} has no row in {ROWS.name}")
         row = known[key]
         share = "" if row.ratio_to_sol is None else f"{row.ratio_to_sol:.2f}"
-        lines.append(
-            f"| {headline['say']} | {_short(row.p50)} {row.unit} | {share} | {_against(row)} |"
-        )
-    return "\n".join([*lines, ""])
+        shown = _value(row.p50, row.unit)
+        cells.append((headline["say"], row.machine, shown, share, _against(row)))
+    heads = ("what", "where", "measured", "share of the speed of light", "against")
+    return "\n".join([*_table(heads, cells), ""])
 
 
 def _against(row: Row) -> str:
@@ -211,6 +227,13 @@ def _against(row: Row) -> str:
 
 def _versions(row: Row) -> str:
     return ", ".join(f"{name} {version}" for name, version in row.versions.items())
+
+
+def _value(number: float, unit: str) -> str:
+    """A number with its unit, rounded to what can be read; a plain share without."""
+    if unit == "bytes":
+        return format_bytes(number)
+    return f"{_short(number)} {unit}".removesuffix(" share")
 
 
 def _short(number: float) -> str:

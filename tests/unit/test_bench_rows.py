@@ -78,10 +78,16 @@ def test_of_equal_figures_the_newest_is_shown() -> None:
     assert "2.5" in table.all_tables(rows) and "hotset bench experts" in table.all_tables(rows)
 
 
+def test_columns_that_no_row_fills_are_left_out() -> None:
+    rows = [row(unit="bytes", p20=0, p50=2**31, p80=2**32, sol=None, ratio_to_sol=None)]
+    shown = table.all_tables(rows)
+    assert "2.00 GiB | 0 B to 4.00 GiB |" in shown and "speed of light" not in shown
+
+
 def test_a_headline_takes_its_number_from_a_row() -> None:
     headline = {"bench": "experts", "case": "a case", "figure": "time of a step", "say": "Experts"}
     shown = table.headline_table([row(baseline="copies", ratio_to_baseline=1.5)], [headline])
-    assert "| Experts | 2 ms | 0.90 | 1.5 x copies |" in shown
+    assert "| Experts | a machine | 2 ms | 0.90 | 1.5 x copies |" in shown
     with pytest.raises(ValueError, match="no row"):
         table.headline_table([], [headline])
 

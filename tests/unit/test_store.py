@@ -1,4 +1,4 @@
-"""The expert store: owners, bytes and addresses stay in step, whatever placements follow another."""
+"""The expert store: owners, bytes and addresses stay in step, whatever placements follow."""
 
 from __future__ import annotations
 
@@ -177,7 +177,8 @@ def test_the_audit_finds_one_flipped_byte() -> None:
     store.place(resident(store, {0: [1, 2], 1: [0, 3]}))
     assert store.audit() == []
     slot = int(store.placement.slot_of[1, 3])
-    store.slots.view(slot)[-1] ^= 1
+    last = store.layers[1].expert.layout.fields[-1]
+    store.slots.view(slot)[last.offset + last.nbytes - 1] ^= 1
     assert store.audit() == [f"slot {slot} differs from layer 1 expert 3"]
 
 

@@ -14,12 +14,17 @@ from torch import nn
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.grouping import Grouping
+from hotset.kernels.match_reference import LayerMatch
 from hotset.runtime.routing import RoutingLog
 
 # From this many tokens on, a missing record is staged by the copy engine instead of being read in
 # place: a grouped GEMM reads a record once for each block of tokens, and each such read would
 # cross the link. Below it every record is read once.
 RING_TOKENS = 65
+
+# Up to this many tokens a step may fill slots with what it reads: as long as records are read in
+# place. What the ring has staged is copied to slots by other means.
+MATCH_TOKENS = RING_TOKENS - 1
 
 
 class MoERunner:
@@ -34,6 +39,8 @@ class MoERunner:
         use_ring: stage missing records in prefill, or read them in place; default: stage where the
             plan gave room for it, except on a CPU, which reads the arena as fast in place as
             through a copy of it. No output changes by a bit.
+        fills: what a `FillPlanner` gives for this layer: steps of up to `MATCH_TOKENS` tokens then
+            fill slots as they read. `None` never does, and launches nothing for it.
     """
 
     def __init__(
@@ -45,6 +52,7 @@ class MoERunner:
         kernels: Kernels,
         log: RoutingLog,
         use_ring: bool | None = None,
+        fills: LayerMatch | None = None,
     ) -> None:
         self._layer = layer
         self._spec = store.layers[layer]
@@ -57,13 +65,17 @@ class MoERunner:
         self._log = log
         planned = store.device.type == "cuda" and store.ring.nbytes > 0
         self._use_ring = planned if use_ring is None else use_ring
+        self._fills = fills
 
     def __call__(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Routed experts' weighted sum, [T, H] in the dtype of `x_TH`."""
         self._log.add(self._layer, ids_TK)
-        if self._use_ring and len(x_TH) >= RING_TOKENS:
+        matched = self._fills if len(x_TH) <= MATCH_TOKENS else None
+        if matched is not None:
+            y_TKH = self._filling(x_TH, ids_TK, matched)
+        elif self._use_ring and len(x_TH) >= RING_TOKENS:
             y_TKH = self._staged(x_TH, ids_TK)
         else:
             y_TKH = self._kernels.expert_outputs(
@@ -71,7 +83,27 @@ class MoERunner:
             )
         if self._post_norm is not None:
             y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
-        return self._kernels.combine(y_TKH, weights_TK, x_TH.dtype)
+        return self._kernels.combine(y_TKH, weights_TK, x_TH.dtype, matched=matched)
+
+    def _filling(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, matched: LayerMatch
+    ) -> torch.Tensor:
+        """Everything where it is now; missing records that are admitted go to their victims' slots.
+
+        Addresses change behind it, in `combine`.
+        """
+        # One token needs no grouping, its kernel takes the ids as they are.
+        num_experts = self._spec.num_experts
+        grouping = self._kernels.group(ids_TK, num_experts) if len(x_TH) > 1 else None
+        self._kernels.match(ids_TK, matched, grouping=grouping)
+        return self._kernels.expert_outputs(
+            x_TH,
+            ids_TK,
+            self._store.table.row(self._layer),
+            self._spec.expert,
+            grouping=grouping,
+            fill_E=matched.fill_E,
+        )
 
     def _staged(self, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
         """Residents from their slots, the missing in groups through the ring, into one buffer."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hotset.core.geometry import MoELayer
-from hotset.core.placement import Placement
+from hotset.core.placement import Matches, Placement
 
 
 @dataclass
@@ -58,6 +58,7 @@ class RoutingLog:
 
     def __init__(self, layers: tuple[MoELayer, ...]) -> None:
         self._layers = layers
+        self._record_bytes_L = np.array([layer.expert.record_bytes for layer in layers])
         self._pending: list[tuple[int, torch.Tensor]] = []
         self.total = Traffic()
 
@@ -83,6 +84,28 @@ class RoutingLog:
             record_bytes = self._layers[layer].expert.record_bytes
             self.total.link_bytes += (len(experts) - hits) * record_bytes
         return used
+
+    def take(self) -> np.ndarray:
+        """Ends a step that may have filled slots: its routed ids, [L, N] int32, padded with -1.
+
+        For `FillPlanner.end_step`, whose result `count` takes.
+        """
+        parts = self._fetch()
+        assert len({layer for layer, _ in parts}) == len(parts), "a layer ran twice in a step"
+        width = max((len(ids) for _, ids in parts), default=1)
+        ids_LN = np.full((len(self._layers), width), -1, dtype=np.int32)
+        for layer, ids in parts:
+            ids_LN[layer, : len(ids)] = ids
+        return ids_LN
+
+    def count(self, matches: Matches) -> None:
+        """Counts what such a step used and hit."""
+        used_L = np.count_nonzero(matches.routed_LN, axis=1)
+        hits_L = np.count_nonzero(matches.hit_LN, axis=1)
+        self.total.steps += 1
+        self.total.used += int(used_L.sum())
+        self.total.hits += int(hits_L.sum())
+        self.total.link_bytes += int((used_L - hits_L) @ self._record_bytes_L)
 
     def drop(self) -> None:
         """Forgets an unfinished step."""

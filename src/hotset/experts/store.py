@@ -87,6 +87,18 @@ class ExpertStore:
             self.table.retarget({key: self.slots.address(slot) for key, slot in won.items()})
         self.placement = placement
 
+    def lend(self, layer: int) -> int:
+        """Offers a free slot to a layer, whose next missing experts then need no victim for it.
+
+        Ordered on the current stream, between steps.
+
+        Returns:
+            The spare column that stands for the slot until it is filled.
+        """
+        column, slot = self.placement.lend(layer)
+        self.table.retarget({(layer, column): self.slots.address(slot)})
+        return column
+
     def adopt(self, matches: Matches) -> None:
         """Takes note of fills that the device has carried out itself: no byte and no address moves.
 

@@ -6,7 +6,6 @@ import io
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import typer
@@ -33,12 +32,8 @@ def run(monkeypatch: pytest.MonkeyPatch):
         asked.update(device=device)
         return gpu()
 
-    fakes = {
-        "hotset.models.geometry": SimpleNamespace(describe=describe),
-        "hotset.runtime.probe": SimpleNamespace(probe_machine=probe_machine),
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr("hotset.models.geometry.describe", describe)
+    monkeypatch.setattr("hotset.runtime.planning.probe_machine", probe_machine)
     app = typer.Typer()
     app.command()(plan)
 

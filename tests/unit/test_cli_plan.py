@@ -109,10 +109,10 @@ def test_table_in_full() -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert rows[0] == "[m] on a GPU"
     assert "KV cache │ 384.00 MiB │ 4096 tokens" in rows
-    assert "CUDA context │ 512.00 MiB │ the driver's, and loaded kernels" in rows
+    assert "CUDA context │ 544.00 MiB │ the driver's, and loaded kernels" in rows
     assert "memlock limit │ 8.00 MiB │ `ulimit -l`" in rows
     assert "context │ 4096 │ 4096 │ as set" in rows
-    assert "vram │ auto │ 24.50 GiB │ what is free, and the CUDA context" in rows
+    assert "vram │ auto │ 24.53 GiB │ what is free, and the CUDA context" in rows
     assert any(row.startswith("warning: 54.00 GiB of host memory") for row in rows)
 
 

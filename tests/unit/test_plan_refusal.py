@@ -89,17 +89,17 @@ def test_card_that_is_too_small_for_any_setting() -> None:
     with pytest.raises(CapacityError) as caught:
         make_plan(qwen3_30b(), gpu(free=2 * GIB), PlanRequest()).require_fit()
     assert caught.value.message.startswith(
-        "`a GPU` has 2.50 GiB to give, the least that works is 3.87 GiB with 0 slots: "
+        "`a GPU` has 2.53 GiB to give, the least that works is 3.90 GiB with 0 slots: "
         "resident weights 2.87 GiB + "
     )
-    assert caught.value.hint == "a GPU with at least 3.87 GiB of free memory is needed"
+    assert caught.value.hint == "a GPU with at least 3.90 GiB of free memory is needed"
 
 
 def test_more_vram_than_is_free() -> None:
     with pytest.raises(CapacityError) as caught:
         make_plan(t0(), gpu(free=8 * GIB), PlanRequest(vram_bytes=10 * GIB)).require_fit()
-    assert caught.value.message == "`--vram` is 10.00 GiB, `a GPU` has 8.50 GiB to give"
-    assert caught.value.hint == "set `--vram 8704MiB` or less, or leave it out"
+    assert caught.value.message == "`--vram` is 10.00 GiB, `a GPU` has 8.53 GiB to give"
+    assert caught.value.hint == "set `--vram 8736MiB` or less, or leave it out"
 
 
 def test_experts_beyond_the_host_memory() -> None:
@@ -161,5 +161,5 @@ def test_float32_is_offered_the_narrower_dtype() -> None:
 def test_several_problems_are_all_said() -> None:
     plan = make_plan(qwen3_30b(), gpu(free=2 * GIB, available=GIB), PlanRequest())
     assert [problem.flag for problem in plan.problems] == ["--vram", "--ram"]
-    with pytest.raises(CapacityError, match=r"has 2\.50 GiB to give.*; 1\.00 GiB of host memory"):
+    with pytest.raises(CapacityError, match=r"has 2\.53 GiB to give.*; 1\.00 GiB of host memory"):
         plan.require_fit()

@@ -88,7 +88,7 @@ def model_workspaces(geometry: ModelGeometry) -> tuple[Workspace, ...]:
         Workspace(
             "activations",
             "largest chunk outside the experts, and one row of logits being sampled",
-            fixed_bytes=geometry.vocab * SAMPLING_BYTES_PER_LOGIT,
+            fixed_bytes=geometry.activation_fixed_bytes + geometry.vocab * SAMPLING_BYTES_PER_LOGIT,
             bytes_per_token=geometry.activation_bytes_per_token,
         ),
         Workspace(

@@ -133,6 +133,7 @@ class ModelGeometry:
         num_layers: decoder layers, MoE or not.
         max_context: longest context the model was made for, tokens.
         activation_bytes_per_token: largest transient of one token outside the experts.
+        activation_fixed_bytes: the same whatever the number of tokens (copies of states).
         activation_bytes_per_context_token: the same for each token of the context (keys and
             values expanded to all heads, where the attention does that).
         activation_bytes_per_pair: the same for each pair of a token in the forward and a token of
@@ -155,6 +156,7 @@ class ModelGeometry:
     resident_read_bytes: int = 0
     activation_bytes_per_context_token: int = 0
     activation_bytes_per_pair: int = 0
+    activation_fixed_bytes: int = 0
     continues_in_chunks: bool = True
 
     def activation_bytes(self, num_tokens: int, context_tokens: int) -> int:
@@ -165,7 +167,8 @@ class ModelGeometry:
             context_tokens: tokens attended to, the new ones included.
         """
         return (
-            num_tokens * self.activation_bytes_per_token
+            self.activation_fixed_bytes
+            + num_tokens * self.activation_bytes_per_token
             + context_tokens * self.activation_bytes_per_context_token
             + num_tokens * context_tokens * self.activation_bytes_per_pair
         )

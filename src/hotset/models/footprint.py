@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import partial
 from math import ceil
 from typing import Any
 
@@ -23,16 +24,21 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
-    DynamicCache,
     LinearAttentionCacheLayerMixin,
 )
 
-from hotset.models.layer_kinds import only_first_of_each
+from hotset.models.layer_kinds import LayerKinds
 from hotset.models.seam import bind_experts, experts_modules
 
-# Spans every compressor and chunk period seen (4, 64, 128), and is short enough to run in
-# milliseconds where a linear-attention layer loops over its chunks.
-_STEP = 128
+# Tokens of the forwards that are measured, after a short context and after a long one. The shortest
+# spans every compressor and chunk period seen (4, 64), so that rounding up to whole periods is
+# alike in all of them. After a short context all kinds of layers run, of which some loop over their
+# tokens; after a long one only those that attend to it, where longer steps cost nothing.
+_NEAR_STEPS = (256, 128, 128, 64, 64)
+_FAR_STEPS = (1024, 512, 512, 256, 256)
+
+# A context at which attention needs more than anything else, though it may need less at first.
+_FAR_TOKENS = 16384
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Footprint:
 
     kv_bytes_per_token: int
     kv_fixed_bytes: int
+    activation_fixed_bytes: int
     activation_bytes_per_token: int
     activation_bytes_per_context_token: int
     activation_bytes_per_pair: int
@@ -50,47 +57,115 @@ def measure(model: PreTrainedModel, vocab: int) -> Footprint:
     """Runs a meta-device model at a few lengths and solves for the coefficients.
 
     With T new tokens and C tokens of context, the new ones included, once every window is full:
-    cache = fixed + per_token * C; activations = a * T + c * C + b * T * C, rounded up.
+    cache = fixed + per_token * C + held * (T - 1). `held` is what layers that keep a window or a
+    state hold on to until the next forward: the tokens that they cut off are still there, because
+    what they keep is a view of the whole. It is counted as activations.
+
+    The peak of activations is the largest of several parts, each linear in T, C and T * C, and
+    which one it is depends on the lengths. So it is measured after a short and after a long
+    context, and the larger of each coefficient is taken: an upper bound of both.
     """
     for module in experts_modules(model).values():
         bind_experts(module, lambda hidden_TH, ids_TK, weights_TK: torch.empty_like(hidden_TH))
-    if _makes_dynamic_cache(model, vocab):
-        with only_first_of_each(model) as kind:
-            return _solve(model, vocab, kind)
-    return _solve(model, vocab, None)
+    layers = LayerKinds(model)
 
+    def run(indices: list[int], context: int, steps: tuple[int, ...]) -> _Run:
+        with layers.only(indices):
+            return _Run(partial(_forward, model, vocab), indices, context, steps)
 
-def _makes_dynamic_cache(model: PreTrainedModel, vocab: int) -> bool:
-    """Whether the cache keeps one entry for each layer index (minimax's own kind does not)."""
-    with only_first_of_each(model):
-        cache, _ = _forward(model, vocab, 1, None)
-    return type(cache) is DynamicCache
-
-
-def _solve(model: PreTrainedModel, vocab: int, kind: list[int] | None) -> Footprint:
-    step, half = _STEP, _STEP // 2
-    context = _widest_window(model) + step
-    cache, _ = _forward(model, vocab, context, None)
-    peaks, sizes = [], []
-    for num_tokens in (step, step, half, half):
-        cache, peak = _forward(model, vocab, num_tokens, cache)
-        context += num_tokens
-        peaks.append((context, peak))
-        sizes.append(_cache_bytes(cache, kind))
-    per_token = (sizes[1] - sizes[0]) // step
-    slope_step = (peaks[1][1] - peaks[0][1]) / step  # b * step + c
-    slope_half = (peaks[3][1] - peaks[2][1]) / half  # b * step / 2 + c
-    per_pair = max(0.0, (slope_step - slope_half) / half)
-    per_context = max(0.0, slope_step - per_pair * step)
-    first_context, first_peak = peaks[0]
-    rest = first_peak - first_context * (per_context + per_pair * step)
+    near = run(layers.first_of_each, _widest_window(model) + max(_NEAR_STEPS), _NEAR_STEPS)
+    far = run(near.attending, _FAR_TOKENS, _FAR_STEPS)
+    peaks = near.peaks().larger(far.peaks(with_square=True))
+    per_token, fixed, held = near.cache(layers.kind)
     return Footprint(
         kv_bytes_per_token=per_token,
-        kv_fixed_bytes=max(0, sizes[0] - per_token * first_context),
-        activation_bytes_per_token=max(0, ceil(rest / step)),
-        activation_bytes_per_context_token=ceil(per_context),
-        activation_bytes_per_pair=ceil(per_pair),
+        kv_fixed_bytes=fixed,
+        activation_fixed_bytes=ceil(peaks.fixed),
+        activation_bytes_per_token=ceil(peaks.per_token) + held,
+        activation_bytes_per_context_token=ceil(peaks.per_context),
+        activation_bytes_per_pair=ceil(peaks.per_pair),
     )
+
+
+@dataclass(frozen=True)
+class _Peaks:
+    """fixed + per_token * T + per_context * C + per_pair * T * C, bytes."""
+
+    fixed: float
+    per_token: float
+    per_context: float
+    per_pair: float
+
+    def larger(self, other: _Peaks) -> _Peaks:
+        return _Peaks(*map(max, astuple(self), astuple(other)))
+
+
+_Forward = Callable[[int, Cache | None], tuple[Cache, int]]
+
+
+class _Run:
+    """Forwards of a few lengths after a context, with a few of the model's layers.
+
+    Args:
+        forward: (new tokens, cache) -> cache and peak bytes.
+        layers: indices of the layers that run.
+        context: tokens before the first step.
+        steps: tokens of each forward: one, then two equal ones, then two equal shorter ones.
+
+    Attributes:
+        attending: those of the layers that keep keys and values.
+    """
+
+    def __init__(
+        self, forward: _Forward, layers: list[int], context: int, steps: tuple[int, ...]
+    ) -> None:
+        self._steps = steps
+        self._context: list[int] = []  # C of each step
+        self._peak: list[int] = []
+        self._cache: list[dict[int, int]] = []  # bytes by layer, after each step
+        cache, _ = forward(context, None)
+        for num_tokens in steps:
+            cache, peak = forward(num_tokens, cache)
+            context += num_tokens
+            self._context.append(context)
+            self._peak.append(peak)
+            self._cache.append({layer: _layer_bytes(cache, layer) for layer in layers})
+        self.attending = [layer for layer in layers if _attends(cache, layer)]
+
+    def cache(self, kind: list[int]) -> tuple[int, int, int]:
+        """Per token, fixed and held bytes of all layers, of which the first of each kind ran."""
+        total = [sum(sizes[layer] for layer in kind) for sizes in self._cache]
+        longer, shorter = self._steps[2], self._steps[4]
+        per_token = (total[2] - total[1]) // longer
+        held = per_token * 2 * shorter - (total[4] - total[2])
+        held = max(0, ceil(held / (longer - shorter)))
+        fixed = total[4] - per_token * self._context[4] - held * (shorter - 1)
+        return per_token, max(0, fixed), held
+
+    def peaks(self, *, with_square: bool = False) -> _Peaks:
+        """The coefficients.
+
+        Args:
+            with_square: count T * T as well, which new tokens that attend to each other and to a
+                window take. T is at most C, so it is counted as T * C. Where a kink is likelier
+                than a square, the steeper of two slopes is taken instead.
+        """
+        peak, context = self._peak, self._context
+        longer, shorter = self._steps[2], self._steps[4]
+        slope_long = (peak[2] - peak[1]) / longer  # per_pair * longer + per_context
+        slope_short = (peak[4] - peak[3]) / shorter
+        per_pair = max(0.0, (slope_long - slope_short) / (longer - shorter))
+        per_context = max(0.0, slope_short - per_pair * shorter)
+        rest = {
+            num_tokens: peak[i] - context[i] * (per_context + per_pair * num_tokens)
+            for i, num_tokens in enumerate(self._steps)
+        }
+        (t0, r0), (t1, r1), (t2, r2) = sorted(rest.items())
+        steep, flat = (r2 - r1) / (t2 - t1), (r1 - r0) / (t1 - t0)
+        square = max(0.0, (steep - flat) / (t2 - t0)) if with_square else 0.0
+        per_token = max(0.0, steep - square * (t2 + t1))
+        fixed = max(r - t * (per_token + square * t) for t, r in rest.items())
+        return _Peaks(max(0.0, fixed), per_token, per_context, per_pair + square)
 
 
 def _widest_window(model: PreTrainedModel) -> int:
@@ -113,7 +188,7 @@ def _forward(
     all_set = fx_config.patch(  # type: ignore[attr-defined]  # added to the module at run time
         meta_nonzero_assume_all_nonzero=True
     )
-    with torch.no_grad(), all_set, _FusedAttention(), _PeakBytes() as peak:
+    with torch.no_grad(), all_set, _FusedAttention(), PeakBytes() as peak:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values  # a first call without one lets the model make its own kind
         del out
@@ -139,15 +214,27 @@ def _tensors_of(value: Any) -> Iterable[torch.Tensor]:
         yield from _tensors_of(vars(value))
 
 
-def _cache_bytes(cache: Cache, kind: list[int] | None) -> int:
-    """Bytes of the whole model's cache, of which only the first layer of each kind was run."""
-    if kind is None:
-        return sum(_storages(vars(cache)).values())
-    return sum(sum(_storages(vars(cache.layers[index])).values()) for index in kind)
+def _attends(cache: Cache, layer: int) -> bool:
+    entry = cache.layers[layer] if layer < len(cache.layers) else None
+    return isinstance(entry, CacheLayerMixin) and bool(_storages(vars(entry)))
+
+
+def _layer_bytes(cache: Cache, layer: int) -> int:
+    """Bytes of one layer's entry in every list that a cache keeps."""
+    lists = (value for value in vars(cache).values() if isinstance(value, list))
+    entries = [entries[layer] for entries in lists if layer < len(entries)]
+    return sum(_storages(entries).values())
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Counts `scaled_dot_product_attention` as one kernel, as it is on a GPU."""
+    """Counts `scaled_dot_product_attention` as one kernel, as it is on a GPU.
+
+    Its mask of booleans is made one of floats first, and copied once more where its rows are not
+    aligned. The copies are kept until the next call: at the short lengths that are measured the
+    peak lies elsewhere, at long ones it lies here.
+    """
+
+    _mask: torch.Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -155,11 +242,15 @@ class _FusedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, value = args[0], args[2]
+            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+            self._mask = None
+            if mask is not None and mask.dtype == torch.bool:
+                self._mask = query.new_empty((2, *mask.shape))
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
         return func(*args, **kwargs)
 
 
-class _PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):
     """Sums the storages that operators create and that are still referenced."""
 
     def __init__(self) -> None:

@@ -230,6 +230,7 @@ def _geometry(
         num_layers=text.num_hidden_layers,
         resident_read_bytes=resident - _unread_bytes(model),
         max_context=getattr(text, "max_position_embeddings", 0) or 0,
+        activation_fixed_bytes=used.activation_fixed_bytes,
         activation_bytes_per_token=used.activation_bytes_per_token,
         activation_bytes_per_context_token=used.activation_bytes_per_context_token,
         activation_bytes_per_pair=used.activation_bytes_per_pair,
@@ -241,6 +242,6 @@ def _unread_bytes(model: PreTrainedModel) -> int:
     """Bytes of an embedding table that serves as nothing else."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     weight = getattr(table, "weight", None)
-    if weight is None or (head is not None and model.config.get_text_config().tie_word_embeddings):
+    if weight is None or getattr(head, "weight", None) is weight:
         return 0
     return int(weight.numel() * weight.element_size())

@@ -9,7 +9,7 @@ a new architecture with a known gate works unlisted, and one with an unknown gat
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -37,22 +37,36 @@ def find_gate(module: nn.Module, *, name: str) -> Gate:
     Raises:
         CheckpointError: no known form reproduces the module's own gate.
     """
-    grid = torch.tensor(list(itertools.product(_PROBE, _PROBE)))  # [(g, u)], FP32
-    g, u = grid[:, :1], grid[:, 1:]
-    halves = torch.cat([g, u], dim=-1)  # one gate column, one up column: any layout is [g, u]
-    with torch.no_grad():
-        gate_code = module._apply_gate if module.has_gate else module.act_fn
-        want = gate_code(halves if module.has_gate else u)  # type: ignore[operator]
-    probe = halves if module.has_gate else u
+    near = itertools.product(_PROBE, _PROBE)
+    # Beyond every limit that the module may have, so that a clamp far out is not overlooked.
+    far = [sign * 1.25 * value for value in _constants(module) for sign in (1, -1)]
+    wide = itertools.chain(itertools.product(far, _PROBE), itertools.product(_PROBE, far))
+    near_probe, wide_probe = _Probe(module, near), _Probe(module, wide)
     for gate in _candidates(module):
-        got = apply_gate(probe, gate)
-        # Above the bound of the largest value: saturated exponentials differ in their last bits.
-        if torch.allclose(got, want, rtol=_RTOL, atol=_RTOL):
+        if near_probe.agrees(gate) and wide_probe.agrees(gate):
             return gate
     raise CheckpointError(
         f"experts module `{name}` ({type(module).__name__}) computes a gate that no kernel knows",
         hint="known forms: " + ", ".join(form.value for form in GateForm),
     )
+
+
+class _Probe:
+    """Inputs, and what the module makes of them in FP32."""
+
+    def __init__(self, module: nn.Module, pairs: Iterable[tuple[float, float]]) -> None:
+        # [(g, u)]: one gate column, one up column, so that any layout is [g, u].
+        halves = torch.tensor(list(pairs), dtype=torch.float32).reshape(-1, 2)
+        self._inputs = halves if module.has_gate else halves[:, 1:]
+        gate_code = module._apply_gate if module.has_gate else module.act_fn
+        with torch.no_grad():
+            self._want = gate_code(self._inputs)  # type: ignore[operator]
+
+    def agrees(self, gate: Gate) -> bool:
+        """Whether a gate of ours gives the same values."""
+        got = apply_gate(self._inputs, gate)
+        # Absolute as well: saturated exponentials differ in their last bits.
+        return torch.allclose(got, self._want, rtol=_RTOL, atol=_RTOL)
 
 
 def _constants(module: nn.Module) -> list[float]:

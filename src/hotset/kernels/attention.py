@@ -1,0 +1,133 @@
+"""Attention over the KV pool: the interface, its rules, and which implementation runs.
+
+Layout of one layer's pools: [num_blocks, block_tokens, Hkv, D], contiguous, keys and values with a
+D of their own. Logical block j of a row is entry j % N of its block table, so a table shorter than
+the sequence is a ring of the last N blocks. Knows shapes, not sequences or who owns a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hotset.kernels import attention_reference as reference
+
+
+@dataclass(frozen=True)
+class AttentionKernels:
+    """The attention ops of one layer. All tensors are on one device.
+
+    Attributes:
+        name: `reference` (plain torch; waits for the device) or `triton` (never waits, so a step
+            can be captured in a CUDA graph); as in `dispatch.Kernels.name`.
+    """
+
+    name: str
+
+    def decode(
+        self,
+        q_BQD: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        block_table_BN: torch.Tensor,
+        lengths_B: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attends with one query token a row to what the pools hold of that row.
+
+        Args:
+            q_BQD: [B, Hq, Dk], Hq a multiple of Hkv; query heads h * group .. share KV head h.
+            k_pool: [num_blocks, block_tokens, Hkv, Dk], dtype of `q_BQD`.
+            v_pool: [num_blocks, block_tokens, Hkv, Dv].
+            block_table_BN: int32 [B, N].
+            lengths_B: int32 [B], tokens attended including the current one. Rows of length 0
+                are padding: their output is zero and nothing of them is read.
+            scale: of q . k.
+            window: only the last `window` positions are attended; `None` attends to all. The
+                table must hold them: the whole row, or `ring_blocks` of the window.
+            softcap: scores become softcap * tanh(score / softcap).
+            sinks_Q: [Hq], one more logit of each head in the denominator.
+
+        Returns:
+            [B, Hq, Dv] in the dtype of `q_BQD`, contiguous. Its bits depend on the row's own
+            tokens and on shapes, not on N, the place of blocks, or the other rows.
+        """
+        batch, num_heads, key_dim = q_BQD.shape
+        assert k_pool.shape[:3] == v_pool.shape[:3] and k_pool.shape[3] == key_dim
+        assert num_heads % k_pool.shape[2] == 0, (num_heads, k_pool.shape)
+        assert q_BQD.dtype == k_pool.dtype == v_pool.dtype
+        assert block_table_BN.shape[0] == batch and lengths_B.shape == (batch,)
+        assert sinks_Q is None or sinks_Q.shape == (num_heads,)
+        _check_pool(k_pool, v_pool, block_table_BN, lengths_B)
+        if self.name == "reference":
+            decode_attention = reference.decode_attention
+        else:
+            from hotset.kernels.attention_decode import decode_attention
+        return decode_attention(
+            _whole_heads(q_BQD),
+            k_pool,
+            v_pool,
+            block_table_BN,
+            lengths_B,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_Q=sinks_Q,
+        )
+
+    def write(
+        self,
+        k_BTHD: torch.Tensor,
+        v_BTHD: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        block_table_BN: torch.Tensor,
+        lengths_B: torch.Tensor,
+    ) -> None:
+        """Writes the T newest tokens of every row into the pools, in place.
+
+        Args:
+            k_BTHD: [B, T, Hkv, Dk], dtype of the pools.
+            v_BTHD: [B, T, Hkv, Dv].
+            lengths_B: int32 [B], tokens including the T new ones, which are positions
+                length - T .. length - 1. Rows of length 0 write nothing. Of more new tokens
+                than the table holds only the last are written.
+        """
+        assert k_BTHD.shape[2:] == k_pool.shape[2:] and v_BTHD.shape[2:] == v_pool.shape[2:]
+        assert k_BTHD.shape[:2] == v_BTHD.shape[:2]
+        assert k_BTHD.dtype == k_pool.dtype and v_BTHD.dtype == v_pool.dtype
+        assert len(k_BTHD) == len(block_table_BN) == len(lengths_B)
+        _check_pool(k_pool, v_pool, block_table_BN, lengths_B)
+        if self.name == "reference":
+            write_kv = reference.write_kv
+        else:
+            from hotset.kernels.kv_write import write_kv
+        write_kv(
+            _whole_heads(k_BTHD), _whole_heads(v_BTHD), k_pool, v_pool, block_table_BN, lengths_B
+        )
+
+
+def ring_blocks(window: int, block_tokens: int) -> int:
+    """Blocks of a ring that holds the last `window` positions wherever they begin in a block."""
+    return -(-(window - 1) // block_tokens) + 1
+
+
+def _whole_heads(x: torch.Tensor) -> torch.Tensor:
+    """The kernels take any strides but the last."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_pool(
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_table_BN: torch.Tensor,
+    lengths_B: torch.Tensor,
+) -> None:
+    assert k_pool.is_contiguous() and v_pool.is_contiguous()
+    assert block_table_BN.dtype == torch.int32 and block_table_BN.is_contiguous()
+    assert lengths_B.dtype == torch.int32 and lengths_B.is_contiguous()

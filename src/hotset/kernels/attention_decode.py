@@ -1,0 +1,344 @@
+"""Decode attention over a pool of KV blocks, split along the context: two Triton launches.
+
+    partial  one program for each (split of the context, KV head, row): max m, sum l of
+             exp(s - m) and acc = sum exp(s - m) v over its positions, FP32, s as in
+             `attention_reference`
+    reduce   out = sum e^(m_i - M) acc_i / (sum e^(m_i - M) l_i + e^(sink - M)), splits in order
+
+How a row is cut depends on its own length and on shapes, never on the capacity of the table, the
+place of a block or the other rows; so neither do the bits. All sizes on the host come from shapes:
+nothing waits for the device, and programs without positions leave at once.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from hotset.kernels.device import is_interpreted, round_to, tanh
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+# One tile holds this many bytes of keys, and as many of values. With two tiles in flight a program
+# takes 38 KiB of shared memory and 101 registers a thread (sm_90, BF16, head dim 128): four share a
+# multiprocessor. Twice the tile leaves room for three, in a second wave.
+_TILE_BYTES = 8 * 1024
+# KV heads times splits: four programs for each multiprocessor of a large card (132 on an H200), so
+# that one row alone keeps the whole memory system busy in one wave.
+_PROGRAMS = 512
+# A reducing program holds this many partial values.
+_REDUCE_VALUES = 8 * 1024
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one attention shape is cut; a function of shapes and dtype alone.
+
+    Attributes:
+        tile: positions of one step.
+        splits: most parts that a row is cut into; a part is a whole number of tiles.
+        rows: query heads of one KV head, padded to what a tensor core takes.
+        reduce_columns: columns of the output that one reducing program sums.
+        warps: of a partial program.
+        stages: of the loop over tiles, as the compiler counts them: five keep two tiles in flight,
+            since block ids come a stage before their tile. It cannot change a bit.
+    """
+
+    tile: int
+    splits: int
+    rows: int
+    reduce_columns: int
+    warps: int = 4
+    stages: int = 5
+
+
+def launch_shape(
+    *, num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, element_bytes: int
+) -> Launch:
+    """The launch of an attention shape; the same for every batch, length and capacity."""
+    columns = _columns(max(key_dim, value_dim))
+    splits = triton.next_power_of_2(_PROGRAMS // num_kv_heads)
+    splits = min(max(splits, 16), 256)
+    return Launch(
+        tile=min(max(_TILE_BYTES // (columns * element_bytes), 16), 128),
+        splits=splits,
+        rows=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
+        reduce_columns=min(_REDUCE_VALUES // splits, _columns(value_dim)),
+    )
+
+
+def _columns(head_dim: int) -> int:
+    """A head padded to what a tile takes: a power of two, at least the 16 of a tensor core."""
+    return int(max(16, triton.next_power_of_2(head_dim)))
+
+
+def most_splits(launch: Launch, capacity_tokens: int, window: int | None) -> int:
+    """Splits that can have positions at all, whatever the lengths: the size of the grid."""
+    tiles: int = triton.cdiv(capacity_tokens, launch.tile)
+    if window is not None:
+        # It need not begin with a tile, hence the one more.
+        tiles = triton.cdiv(min(window, capacity_tokens) - 1, launch.tile) + 1
+    return min(launch.splits, tiles)
+
+
+def workspace_bytes(launch: Launch, *, batch: int, num_heads: int, value_dim: int) -> int:
+    """Bytes of partial results in one call at most, freed when it returns."""
+    return 4 * batch * num_heads * launch.splits * (value_dim + 2)
+
+
+@triton.jit
+def _parts(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):
+    """(first position, first tile, number of tiles, tiles of one split) of a row."""
+    first = length * 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    first_tile = first // TILE
+    num_tiles = (length + TILE - 1) // TILE - first_tile
+    return first, first_tile, num_tiles, (num_tiles + SPLITS - 1) // SPLITS
+
+
+@triton.jit
+def _dot(x, w, acc, INTERPRET: tl.constexpr):
+    """acc + x @ w in FP32; see `device.dot_rows` for the cast."""
+    if INTERPRET:
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    return tl.dot(x, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def _weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
+    """acc + p @ v with p in FP32, on the tensor cores of v's dtype.
+
+    p is split in two numbers of that dtype, which together hold twice its significand: rounding p
+    to BF16 once would be the largest error of the whole kernel.
+    """
+    dtype: tl.constexpr = v.dtype
+    high = round_to(p, dtype, INTERPRET)
+    acc = _dot(high, v, acc, INTERPRET)
+    if dtype != tl.float32:
+        low = round_to(p - high.to(tl.float32), dtype, INTERPRET)
+        acc = _dot(low, v, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def _scores(q, k, inside, scale, softcap, CAPPED: tl.constexpr, INTERPRET: tl.constexpr):
+    """Scores in units of log 2, [ROWS, TILE] FP32; -inf where not `inside`."""
+    zero = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
+    s = _dot(q, tl.trans(k), zero, INTERPRET) * scale
+    if CAPPED:
+        s = softcap * tanh(s / softcap)
+    return tl.where(inside[None, :], s * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _partial_kernel(
+    q_BQD,
+    k_pool,
+    v_pool,
+    block_table_BN,
+    lengths_B,
+    acc_BQSD,
+    stats_BQS2,
+    q_row_stride,
+    q_head_stride,
+    k_block_stride,
+    k_token_stride,
+    k_head_stride,
+    v_block_stride,
+    v_token_stride,
+    v_head_stride,
+    num_blocks,
+    scale,
+    softcap,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_COLS: tl.constexpr,
+    VALUE_COLS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_B + row)
+    first, first_tile, num_tiles, split_tiles = _parts(length, WINDOW, TILE, SPLITS)
+    begin = split * split_tiles
+    end = tl.minimum(begin + split_tiles, num_tiles)
+    if begin >= end:
+        return
+
+    r, c, d = tl.arange(0, ROWS), tl.arange(0, KEY_COLS), tl.arange(0, VALUE_COLS)
+    head = kv_head * GROUP + r
+    q_at = row.to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + c[None, :]
+    real_q = (r < GROUP)[:, None] & (c < KEY_DIM)[None, :]
+    q = tl.load(q_BQD + q_at, mask=real_q, other=0.0)
+    m = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, VALUE_COLS), tl.float32)
+
+    table = block_table_BN + row.to(tl.int64) * num_blocks
+    for tile in range(first_tile + begin, first_tile + end):
+        position = tile * TILE + tl.arange(0, TILE)
+        inside = (position >= first) & (position < length)
+        entry = position // BLOCK_TOKENS
+        if WINDOW > 0:
+            entry = entry % num_blocks
+        block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
+        token = position % BLOCK_TOKENS
+        k_at = block * k_block_stride + token * k_token_stride + kv_head * k_head_stride
+        v_at = block * v_block_stride + token * v_token_stride + kv_head * v_head_stride
+        real_k = inside[:, None] & (c < KEY_DIM)[None, :]
+        real_v = inside[:, None] & (d < VALUE_DIM)[None, :]
+        k = tl.load(k_pool + k_at[:, None] + c[None, :], mask=real_k, other=0.0)
+        v = tl.load(v_pool + v_at[:, None] + d[None, :], mask=real_v, other=0.0)
+
+        s = _scores(q, k, inside, scale, softcap, CAPPED, INTERPRET)
+        # A tile has at least one position inside, so the maximum is not -inf.
+        m_next = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2(s - m_next[:, None])
+        shrink = tl.exp2(m - m_next)
+        total = total * shrink + tl.sum(p, 1)
+        acc = _weighted_sum(p, v, acc * shrink[:, None], INTERPRET)
+        m = m_next
+
+    # [B, Hq, splits of the grid]; unused splits stay unwritten and are never read.
+    at = (row.to(tl.int64) * tl.num_programs(1) * GROUP + head) * tl.num_programs(0) + split
+    tl.store(stats_BQS2 + at * 2, m, mask=r < GROUP)
+    tl.store(stats_BQS2 + at * 2 + 1, total, mask=r < GROUP)
+    real = (r < GROUP)[:, None] & (d < VALUE_DIM)[None, :]
+    tl.store(acc_BQSD + at[:, None] * VALUE_DIM + d[None, :], acc, mask=real)
+
+
+@triton.jit
+def _reduce_kernel(
+    acc_BQSD,
+    stats_BQS2,
+    lengths_B,
+    sinks_Q,
+    out_BQD,
+    grid_splits,
+    HAS_SINKS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    row, head = tl.program_id(2), tl.program_id(1)
+    d = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    row_head = row.to(tl.int64) * tl.num_programs(1) + head
+    out = out_BQD + row_head * VALUE_DIM + d
+    dtype: tl.constexpr = out_BQD.dtype.element_ty
+    length = tl.load(lengths_B + row)
+    if length <= 0:
+        tl.store(out, tl.zeros((COLS,), dtype), mask=d < VALUE_DIM)
+        return
+
+    _first, _first_tile, num_tiles, split_tiles = _parts(length, WINDOW, TILE, SPLITS)
+    split = tl.arange(0, SPLITS)
+    used = split * split_tiles < num_tiles
+    at = row_head * grid_splits + split
+    m = tl.load(stats_BQS2 + at * 2, mask=used, other=float("-inf"))
+    total = tl.load(stats_BQS2 + at * 2 + 1, mask=used, other=0.0)
+    top = tl.max(m, 0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_Q + head).to(tl.float32) * _LOG2_E
+        top = tl.maximum(top, sink)
+    weight = tl.exp2(m - top)
+    denominator = tl.sum(weight * total, 0)
+    if HAS_SINKS:
+        denominator += tl.exp2(sink - top)
+    real = used[:, None] & (d < VALUE_DIM)[None, :]
+    acc = tl.load(acc_BQSD + at[:, None] * VALUE_DIM + d[None, :], mask=real, other=0.0)
+    result = tl.sum(weight[:, None] * acc, 0) / denominator
+    tl.store(out, round_to(result, dtype, INTERPRET), mask=d < VALUE_DIM)
+
+
+def decode_attention(
+    q_BQD: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    block_table_BN: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, Hq, Dv] in the dtype of `q_BQD`; see `attention.AttentionKernels.decode`.
+
+    Args:
+        q_BQD: any strides but the last.
+        out: contiguous, to write to; made here otherwise.
+    """
+    batch, num_heads, key_dim = q_BQD.shape
+    _, block_tokens, num_kv_heads, value_dim = v_pool.shape
+    num_blocks, group = block_table_BN.shape[1], num_heads // num_kv_heads
+    launch = launch_shape(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        element_bytes=k_pool.element_size(),
+    )
+    splits = most_splits(launch, num_blocks * block_tokens, window)
+    acc_BQSD = q_BQD.new_empty(batch, num_heads, splits, value_dim, dtype=torch.float32)
+    stats_BQS2 = q_BQD.new_empty(batch, num_heads, splits, 2, dtype=torch.float32)
+    out = q_BQD.new_empty(batch, num_heads, value_dim) if out is None else out
+    shared = {
+        "WINDOW": window or 0,
+        "VALUE_DIM": value_dim,
+        "TILE": launch.tile,
+        "SPLITS": launch.splits,
+        "INTERPRET": is_interpreted(_partial_kernel),
+    }
+    _partial_kernel[(splits, num_kv_heads, batch)](
+        q_BQD,
+        k_pool,
+        v_pool,
+        block_table_BN,
+        lengths_B,
+        acc_BQSD,
+        stats_BQS2,
+        *q_BQD.stride()[:2],
+        *k_pool.stride()[:3],
+        *v_pool.stride()[:3],
+        num_blocks,
+        scale,
+        softcap or 0.0,
+        CAPPED=softcap is not None,
+        BLOCK_TOKENS=block_tokens,
+        GROUP=group,
+        ROWS=launch.rows,
+        KEY_DIM=key_dim,
+        KEY_COLS=_columns(key_dim),
+        VALUE_COLS=_columns(value_dim),
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+        **shared,
+    )
+    _reduce_kernel[(triton.cdiv(value_dim, launch.reduce_columns), num_heads, batch)](
+        acc_BQSD,
+        stats_BQS2,
+        lengths_B,
+        sinks_Q,
+        out,
+        splits,
+        HAS_SINKS=sinks_Q is not None,
+        COLS=launch.reduce_columns,
+        num_warps=4,
+        **shared,
+    )
+    return out

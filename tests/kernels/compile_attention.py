@@ -1,0 +1,52 @@
+"""Compiles the attention kernels for a GPU that need not be there, and prints facts as JSON.
+
+Run as a program, outside the interpreter, like `compile_kernels.py`, whose tools it uses.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from compile_kernels import AbsentGPU, Compiled
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hotset.kernels import attention_decode, device, kv_write
+
+
+def layer(
+    num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, **how: Any
+) -> None:
+    """One decode step of a layer: what is new is written, then attended to."""
+    pools = [torch.empty(8, 32, num_kv_heads, dim, dtype=dtype) for dim in (key_dim, value_dim)]
+    table_BN, lengths_B = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new = [torch.empty(2, 1, num_kv_heads, dim, dtype=dtype) for dim in (key_dim, value_dim)]
+    kv_write.write_kv(*new, *pools, table_BN, lengths_B)
+    q_BQD = torch.empty(2, num_heads, key_dim, dtype=dtype)
+    attention_decode.decode_attention(q_BQD, *pools, table_BN, lengths_B, scale=0.1, **how)
+
+
+def main(capability: int) -> None:
+    compiled = Compiled()
+    driver.set_active(AbsentGPU(capability))
+    JITFunction.__getitem__ = lambda *bound: compiled.launcher(*bound)  # noqa: PLW0108
+    bf16, rows = torch.bfloat16, []
+
+    def case(name: str, *args: Any, **how: Any) -> None:
+        layer(*args, **how)
+        rows.extend(compiled.facts(name))
+
+    case("group 8", 32, 4, 128, 128, bf16)
+    case("sinks and window", 64, 8, 64, 64, bf16, window=128, sinks_Q=torch.empty(64, dtype=bf16))
+    case("odd", 12, 4, 192, 80, torch.float16, softcap=30.0)
+    case("wide", 16, 2, 512, 512, bf16)
+    case("fp32", 8, 2, 64, 64, torch.float32)
+    interpreted = device.is_interpreted(device.round_to)
+    json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(capability=int(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""The attention kernels compiled for a real GPU, without one: legal there, and fast in kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("compile_attention.py")
+PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """(case, kernel) -> what the code for sm_90 is like."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(SCRIPT), "90"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    assert not result["interpreted"]
+    return {(row["case"], row["kernel"]): row for row in result["rows"]}
+
+
+@pytest.mark.parametrize("case", ["group 8", "sinks and window", "odd", "wide"])
+def test_keys_and_values_stream_into_tensor_cores(
+    facts: dict[tuple[str, str], dict[str, Any]], case: str
+) -> None:
+    row = facts[case, PARTIAL]
+    assert row["tensor_core"] > 0 and row["async_copies_16_bytes"] > 0, row
+    # All but block ids come 16 bytes at a time: these 4, for keys and for values, in five stages.
+    assert row["async_copies"] - row["async_copies_16_bytes"] <= 10, row
+    # Two programs at least share a multiprocessor of the smallest supported card.
+    assert row["shared_bytes"] <= 99 * 1024 // (1 if case == "wide" else 2), row
+
+
+def test_partial_results_are_summed_16_bytes_at_a_time(
+    facts: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    assert facts["group 8", REDUCE]["loads_16_bytes"] >= 8
+
+
+def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
+    row = facts["fp32", PARTIAL]
+    assert row["tensor_core"] == 0 and row["tf32"] == 0, row
+
+
+def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
+    cases = {case for case, _ in facts}
+    assert len(cases) == 5
+    assert facts.keys() == {(case, kernel) for case in cases for kernel in (PARTIAL, REDUCE, WRITE)}

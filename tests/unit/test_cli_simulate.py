@@ -48,7 +48,7 @@ def test_json_rows(trace_path):
     rows = out["rows"]
     assert {row["slots"] for row in rows} == {0.25, 0.5}
     rates = {(row["policy"], row["half_life"], row["slots"]): row["hit_rate"] for row in rows}
-    assert len(rates) == len(rows) == 2 * (5 + 6)
+    assert len(rates) == len(rows) == 2 * (6 + 6)
     assert rates["belady", None, 0.5] == max(rates.values())
     for choice in out["best_half_life"]:
         assert rates["half-life", choice["half_life"], choice["slots"]] == choice["hit_rate"]
@@ -115,6 +115,23 @@ def test_wrong_flags_are_refused(trace_path, args, text):
     with pytest.raises(HotsetError) as raised:
         run(trace_path, *args)
     assert text in str(raised.value)
+
+
+def test_forecast_from_sequences_or_a_profile_file(trace_path, tmp_path):
+    args = ("--policy", "forecast", "--slots", "0.25", "--json")
+    fitted = json.loads(run(trace_path, *args).stdout)["rows"]
+    odd = load_trace(trace_path).select(parity="odd")
+    Profile.from_trace(odd, with_forecast=True).save(tmp_path / "p.npz")
+    Profile.from_trace(odd).save(tmp_path / "plain.json")
+    assert (
+        json.loads(run(trace_path, *args, "--profile-from", tmp_path / "p.npz").stdout)["rows"]
+        == fitted
+    )
+    plain = ("--profile-from", tmp_path / "plain.json")
+    with pytest.raises(ConfigError, match="`forecast` needs a profile"):
+        run(trace_path, *args, *plain)
+    rows = json.loads(run(trace_path, "--json", *plain).stdout)["rows"]
+    assert "forecast" not in {row["policy"] for row in rows}
 
 
 def test_a_profile_of_another_model_is_refused(trace_path, tmp_path):

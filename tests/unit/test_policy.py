@@ -239,7 +239,7 @@ def test_initial_sets_of_the_policies():
         "static-global": [[0, 1, 2, 3], []],
         "none": [[], []],
     }
-    assert set(want) == set(POLICIES)
+    assert set(want) | {"forecast"} == set(POLICIES)
     for name, residents in want.items():
         policy = make_policy(name, num_experts=[4, 4], prior_LE=prior)
         marked = policy.initial(pools)
@@ -279,6 +279,7 @@ def test_fixed_policies_wish_for_nothing():
         ("half-life", {"half_life": float("nan")}, "the least is 0.1 steps"),
         ("half-life", {"prior_weight": -1}, "must not be negative"),
         ("half-life", {"num_victims": 0}, "must be in 1..127"),
+        ("forecast", {}, "needs a profile with a forecast"),
         ("lru", {"prior_LE": np.ones((2, 4))}, r"shape \(2, 4\), the model \(1, 4\)"),
     ],
 )

@@ -53,6 +53,27 @@ def test_round_trip(tmp_path, suffix):
     assert loaded.counts_LE.dtype == np.int64
 
 
+def test_a_forecast_goes_into_archives_only(tmp_path):
+    profile = Profile.from_trace(trace_of(), with_forecast=True)
+    with pytest.raises(ConfigError, match="cannot hold the profile's forecast"):
+        profile.save(tmp_path / "p.json")
+    profile.save(tmp_path / "p.npz")
+    loaded = Profile.load(tmp_path / "p.npz").forecast
+    for name, array in profile.forecast.to_arrays().items():
+        assert np.array_equal(loaded.to_arrays()[name], array), name
+        assert loaded.to_arrays()[name].dtype == array.dtype
+    assert profile.merge([profile]).forecast is None
+    with np.load(tmp_path / "p.npz") as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    np.savez(tmp_path / "p.npz", **{**arrays, "forecast_own_L": np.zeros(9)})
+    with pytest.raises(CheckpointError, match="damaged forecast: `own_L`"):
+        Profile.load(tmp_path / "p.npz")
+    del arrays["forecast_use_L"]
+    np.savez(tmp_path / "p.npz", **arrays)
+    with pytest.raises(CheckpointError, match="incomplete forecast: no 'use_L'"):
+        Profile.load(tmp_path / "p.npz")
+
+
 def test_damaged_files_are_refused(tmp_path):
     path = tmp_path / "p.json"
     Profile.from_trace(trace_of()).save(path)

@@ -7,7 +7,8 @@ import pytest
 from routing import make_trace, skewed_ids
 
 from hotset.core.errors import ConfigError
-from hotset.core.simulator import OFFLINE, Condition, Result, best_half_life, simulate
+from hotset.core.half_life import best_half_life
+from hotset.core.simulator import OFFLINE, Condition, Result, simulate
 
 ALL = [
     Condition(policy, slots)

@@ -14,7 +14,15 @@ import typer
 
 from hotset.cli.simulate_output import print_results, to_rows
 from hotset.core.errors import ConfigError
-from hotset.core.policy import NUM_VICTIMS, FloatArray, HalfLife
+from hotset.core.half_life import best_half_life
+from hotset.core.policy import (
+    NUM_VICTIMS,
+    ForecastPolicy,
+    HalfLife,
+    Lru,
+    StaticGlobal,
+    StaticUniform,
+)
 from hotset.core.profile import Profile
 from hotset.core.simulator import (
     BELADY,
@@ -22,7 +30,6 @@ from hotset.core.simulator import (
     NEEDS_PROFILE,
     Condition,
     Result,
-    best_half_life,
 )
 from hotset.core.simulator import (
     simulate as run_simulation,
@@ -31,7 +38,10 @@ from hotset.core.trace import PARITIES, Trace, load_trace
 
 DEFAULT_SLOTS = "0.125,0.25,0.5"
 DEFAULT_HALF_LIVES = "4,8,16,32,64,128"
-DEFAULT_POLICIES = (*NEEDS_PROFILE, "lru", HalfLife.name, HINDSIGHT, BELADY)
+DEFAULT_POLICIES = (
+    *(StaticUniform.name, StaticGlobal.name, Lru.name, HalfLife.name, ForecastPolicy.name),
+    *(HINDSIGHT, BELADY),
+)
 NO_PROFILE = "none"
 
 
@@ -59,8 +69,8 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     profile_from: Annotated[
         str,
         typer.Option(
-            help="What the static sets know: `odd`, `even` or `all` sequences of all domains, a "
-            "profile file, or `none`."
+            help="What static sets and the forecast know: `odd`, `even` or `all` sequences of "
+            "all domains, a profile file, or `none`."
         ),
     ] = "odd",
     prior_weight: Annotated[
@@ -91,15 +101,16 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 
         check_plot_path(plot)
     whole = load_trace(trace, num_experts=experts)
-    prior_LE = _prior(whole, profile_from)
+    wants_forecast = not policy or ForecastPolicy.name in policy
+    profile = _profile(whole, profile_from, with_forecast=wants_forecast)
     conditions = _conditions(
-        policies=_policies(policy, has_profile=prior_LE is not None),
+        policies=list(dict.fromkeys(policy)) if policy else _default_policies(profile),
         slots=_numbers("--slots", slots),
         half_lives=_numbers("--half-life", half_life),
         prior_weight=prior_weight,
     )
     replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
-    results = _run(replayed, conditions, prior_LE, num_victims=victims, wish_lag=wish_lag)
+    results = _run(replayed, conditions, profile, num_victims=victims, wish_lag=wish_lag)
     choices = best_half_life(results)
     if plot is not None:
         from hotset.cli.simulate_plot import draw
@@ -119,21 +130,22 @@ def _title(trace: Trace) -> str:
     )
 
 
-def _prior(trace: Trace, profile_from: str) -> FloatArray | None:
+def _profile(trace: Trace, profile_from: str, *, with_forecast: bool) -> Profile | None:
     if profile_from == NO_PROFILE:
         return None
     if profile_from in PARITIES:
-        held_out = trace.select(parity=profile_from)
-        return held_out.total_counts() / held_out.num_tokens
+        return Profile.from_trace(trace.select(parity=profile_from), with_forecast=with_forecast)
     profile = Profile.load(profile_from)
     profile.check_fits(trace.info.fingerprint, name=f"profile `{profile_from}`")
-    return profile.prior
+    return profile
 
 
-def _policies(named: list[str] | None, *, has_profile: bool) -> list[str]:
-    if named:
-        return list(dict.fromkeys(named))
-    return [name for name in DEFAULT_POLICIES if has_profile or name not in NEEDS_PROFILE]
+def _default_policies(profile: Profile | None) -> list[str]:
+    """All of them, without those whose knowledge the profile does not have."""
+    missing = set(NEEDS_PROFILE) if profile is None else set()
+    if profile is not None and profile.forecast is None:
+        missing.add(ForecastPolicy.name)
+    return [name for name in DEFAULT_POLICIES if name not in missing]
 
 
 def _numbers(flag: str, text: str) -> list[float]:
@@ -164,7 +176,7 @@ def _conditions(
 def _run(
     trace: Trace,
     conditions: list[Condition],
-    prior_LE: FloatArray | None,
+    profile: Profile | None,
     *,
     num_victims: int,
     wish_lag: int,
@@ -175,7 +187,8 @@ def _run(
         return run_simulation(
             trace,
             conditions,
-            prior_LE=prior_LE,
+            prior_LE=None if profile is None else profile.prior,
+            forecast=None if profile is None else profile.forecast,
             num_victims=num_victims,
             wish_lag=wish_lag,
             progress=lambda name: status.update(f"replaying {trace.num_tokens:,} tokens: {name}"),

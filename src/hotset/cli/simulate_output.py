@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
-from hotset.core.simulator import HalfLifeChoice, Result
+from hotset.core.half_life import HalfLifeChoice
+from hotset.core.simulator import Result
 from hotset.core.trace import Trace
 
 MAX_COLUMNS = 6

@@ -18,6 +18,7 @@ COLOURS = {
     "static-uniform": "#c44e3a",
     "static-global": "#e2a13a",
     "half-life": "#1b8a5a",
+    "forecast": "#7b4fb5",
 }
 
 
@@ -55,7 +56,7 @@ def draw(results: Sequence[Result], path: Path, *, title: str) -> None:
             label="half-life (best of those replayed)" if policy == "half-life" else policy,
             color=COLOURS.get(policy, OTHER),
             linestyle="--" if policy in OFFLINE else "-",
-            linewidth=2.4 if policy == "half-life" else 1.5,
+            linewidth=1.5,
             marker="o",
             markersize=3.5,
             clip_on=False,

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from hotset.core.belady import NEVER, next_uses
 from hotset.core.errors import CheckpointError, ConfigError
 from hotset.core.fingerprint import ModelFingerprint
+from hotset.core.forecast import Forecast
 from hotset.core.policy import StaticUniform
 from hotset.core.simulator import Condition, simulate
 from hotset.core.trace import Trace
@@ -29,6 +30,7 @@ from hotset.core.trace import Trace
 FORMAT, VERSION = "hotset-profile", 1
 NUM_REUSE_BUCKETS = 16
 SUFFIXES = (".json", ".npz")
+_FORECAST = "forecast_"
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Profile:
             tokens since: bucket b holds 2^b .. 2^(b+1) - 1, the last one all above.
         num_tokens, num_sequences: seen.
         model, source, license: for people.
+        forecast: for policy `forecast`; `None` when none was fitted.
     """
 
     fingerprint: ModelFingerprint
@@ -51,10 +54,11 @@ class Profile:
     model: str = ""
     source: str = ""
     license: str = ""
+    forecast: Forecast | None = None
 
     @classmethod
-    def from_trace(cls, trace: Trace) -> Profile:
-        """Counts a trace."""
+    def from_trace(cls, trace: Trace, *, with_forecast: bool = False) -> Profile:
+        """Counts a trace, and on request fits a forecast, which takes some seconds."""
         reuse_LB = np.zeros((trace.num_layers, NUM_REUSE_BUCKETS), dtype=np.int64)
         for ids_TLK in trace:
             following, _ = next_uses(ids_TLK, trace.max_experts)
@@ -71,6 +75,7 @@ class Profile:
             model=trace.info.model,
             source=trace.info.source,
             license=trace.info.license,
+            forecast=Forecast.fit(trace) if with_forecast else None,
         )
 
     @property
@@ -107,7 +112,7 @@ class Profile:
             )
 
     def merge(self, others: Sequence[Profile]) -> Profile:
-        """One profile of all tokens together.
+        """One profile of all tokens together, without a forecast, which cannot be merged.
 
         Raises:
             ConfigError: one is of another model.
@@ -123,6 +128,7 @@ class Profile:
                 num_sequences=merged.num_sequences + other.num_sequences,
                 source=_joined(merged.source, other.source),
                 license=_joined(merged.license, other.license),
+                forecast=None,
             )
         return merged
 
@@ -169,10 +175,10 @@ class Profile:
         return policy.best_experts(per_layer)
 
     def save(self, path: Path | str) -> None:
-        """Writes `.json` (readable) or `.npz` (small), by suffix.
+        """Writes `.json` (readable) or `.npz` (small, and with the forecast), by suffix.
 
         Raises:
-            ConfigError: another suffix.
+            ConfigError: another suffix, or a forecast in `.json`.
         """
         path = Path(path)
         meta = {
@@ -186,16 +192,19 @@ class Profile:
             "license": self.license,
         }
         if _suffix(path) == ".json":
+            if self.forecast is not None:
+                raise ConfigError(
+                    f"`{path}` cannot hold the profile's forecast", hint="end its name in `.npz`"
+                )
             tables = {"counts": self.counts_LE.tolist(), "reuse": self.reuse_LB.tolist()}
             path.write_text(json.dumps(meta | tables) + "\n", encoding="utf-8")
         else:
+            arrays: dict[str, Any] = {"counts": self.counts_LE, "reuse": self.reuse_LB}
+            if self.forecast is not None:
+                weights = self.forecast.to_arrays()
+                arrays |= {f"{_FORECAST}{name}": array for name, array in weights.items()}
             with path.open("wb") as file:
-                np.savez_compressed(
-                    file,
-                    meta=np.array(json.dumps(meta)),
-                    counts=self.counts_LE,
-                    reuse=self.reuse_LB,
-                )
+                np.savez_compressed(file, meta=np.array(json.dumps(meta)), **arrays)
 
     @classmethod
     def load(cls, path: Path | str) -> Profile:
@@ -218,6 +227,7 @@ class Profile:
                 reuse_LB=np.asarray(data["reuse"], dtype=np.int64),
                 num_tokens=int(data["num_tokens"]),
                 num_sequences=int(data["num_sequences"]),
+                forecast=data.get("forecast") if path.suffix == ".npz" else None,
                 **{key: str(data[key]) for key in ("model", "source", "license")},
             )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
@@ -235,6 +245,8 @@ class Profile:
             )
         if min(self.counts_LE.min(), self.reuse_LB.min(), self.num_tokens) < 0:
             raise CheckpointError(f"`{path}` has negative counts")
+        if self.forecast is not None and self.forecast.constant_LE.shape != shapes[0]:
+            raise CheckpointError(f"`{path}` has a forecast for another shape of model")
 
 
 @dataclass(frozen=True)
@@ -283,4 +295,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _read_npz(path: Path) -> dict[str, Any]:
     with np.load(path, allow_pickle=False) as archive:
         meta = json.loads(str(archive["meta"]))
-        return {**meta, "counts": archive["counts"], "reuse": archive["reuse"]}
+        arrays = {name: archive[name] for name in archive.files if name != "meta"}
+    weights = {
+        name.removeprefix(_FORECAST): array
+        for name, array in arrays.items()
+        if name.startswith(_FORECAST)
+    }
+    forecast = Forecast.from_arrays(weights, where=str(path)) if weights else None
+    return {**meta, **arrays, "forecast": forecast}

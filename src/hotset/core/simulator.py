@@ -16,14 +16,16 @@ import numpy as np
 
 from hotset.core.belady import belady
 from hotset.core.errors import ConfigError
+from hotset.core.forecast import Forecast
 from hotset.core.placement import Placement
 from hotset.core.policy import (
     NUM_VICTIMS,
     POLICIES,
     FloatArray,
+    ForecastPolicy,
     HalfLife,
-    Lru,
     Policy,
+    ScoredPolicy,
     StaticGlobal,
     StaticUniform,
     make_policy,
@@ -37,7 +39,7 @@ BELADY = "belady"
 OFFLINE = (HINDSIGHT, BELADY)
 """Bounds that look ahead: no policy of the runtime, only of the simulator."""
 
-NEEDS_PROFILE = (StaticUniform.name, StaticGlobal.name)
+NEEDS_PROFILE = (StaticUniform.name, StaticGlobal.name, ForecastPolicy.name)
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def simulate(
     conditions: Sequence[Condition],
     *,
     prior_LE: FloatArray | None = None,
+    forecast: Forecast | None = None,
     num_victims: int = NUM_VICTIMS,
     wish_lag: int = 0,
     progress: Callable[[str], None] | None = None,
@@ -145,15 +148,17 @@ def simulate(
 
     Args:
         prior_LE: uses per token expected of each expert, of a profile.
+        forecast: of a profile, for policy `forecast`.
         num_victims: V of the match rule.
         wish_lag: see `replay`.
         progress: is told the name of each group of conditions before it is replayed.
 
     Raises:
-        ConfigError: a condition needs a prior and there is none.
+        ConfigError: a condition needs a prior or a forecast and there is none.
     """
     for condition in conditions:
-        if prior_LE is None and (condition.policy in NEEDS_PROFILE or condition.prior_weight):
+        known = forecast if condition.policy == ForecastPolicy.name else prior_LE
+        if known is None and (condition.policy in NEEDS_PROFILE or condition.prior_weight):
             raise ConfigError(
                 f"`{condition.label}` needs a profile", hint="give one with `--profile-from`"
             )
@@ -169,14 +174,11 @@ def simulate(
             hits = _hindsight(trace, group, counts_QLE)
         elif policy == BELADY:
             hits = belady(list(trace), _first_experts(trace, group)).sum(axis=2).T
-        elif policy in (HalfLife.name, Lru.name):
-            hits = _adaptive(
-                trace,
-                group,
-                prior_LE if weight else None,
-                num_victims=num_victims,
-                wish_lag=wish_lag,
+        elif issubclass(POLICIES[policy], ScoredPolicy):
+            side_by_side = _side_by_side(
+                trace, group, prior_LE if weight else None, forecast, num_victims=num_victims
             )
+            hits = _adaptive(trace, group, side_by_side, wish_lag=wish_lag)
         else:
             hits = _fixed(trace, group, prior_LE, counts_QLE)
         for condition, hits_Q in zip(group, hits, strict=True):
@@ -184,32 +186,38 @@ def simulate(
     return [results[condition] for condition in conditions]
 
 
-def _adaptive(
+def _side_by_side(
     trace: Trace,
     group: list[Condition],
     prior_LE: FloatArray | None,
+    forecast: Forecast | None,
     *,
     num_victims: int,
-    wish_lag: int,
-) -> IntArray:
-    """[C, Q] hits of conditions of one adaptive policy and prior weight, side by side."""
-    num_experts = trace.num_experts * len(group)
-    slots = np.concatenate([condition.slots_per_layer(trace.num_experts) for condition in group])
-    half_life, weight = None, None
-    if group[0].policy == HalfLife.name:
-        half_life = np.repeat(
-            np.array([condition.half_life for condition in group], dtype=np.float64),
-            trace.num_layers,
-        )
-        weight = group[0].prior_weight
-    policy = make_policy(
-        group[0].policy,
-        num_experts=num_experts,
-        prior_LE=None if prior_LE is None else np.tile(prior_LE, (len(group), 1)),
+) -> Policy:
+    """One policy for conditions that differ in slots and half-life: a layer for each layer of each.
+
+    They share the policy's name and the prior's weight.
+    """
+    copies, first = len(group), group[0]
+    half_life = None
+    if first.policy == HalfLife.name:
+        each = np.array([condition.half_life for condition in group], dtype=np.float64)
+        half_life = np.repeat(each, trace.num_layers)
+    return make_policy(
+        first.policy,
+        num_experts=trace.num_experts * copies,
+        prior_LE=None if prior_LE is None else np.tile(prior_LE, (copies, 1)),
         half_life=half_life,
-        prior_weight=weight,
+        prior_weight=None if half_life is None else first.prior_weight,
+        forecast=None if forecast is None else forecast.repeat(copies),
         num_victims=num_victims,
     )
+
+
+def _adaptive(trace: Trace, group: list[Condition], policy: Policy, *, wish_lag: int) -> IntArray:
+    """[C, Q] hits of conditions side by side, all starting with experts 0..C-1."""
+    num_experts = trace.num_experts * len(group)
+    slots = np.concatenate([condition.slots_per_layer(trace.num_experts) for condition in group])
     pools = SlotPools.uniform(num_experts, slots.tolist())
     start = top_experts(np.zeros(policy.shape), policy.num_experts, slots)
     placement = Placement.from_residents(pools, start)
@@ -249,68 +257,3 @@ def _first_experts(trace: Trace, group: list[Condition]) -> BoolArray:
     """[C, L, E] experts 0..C-1 of each layer."""
     rank = np.arange(trace.max_experts)
     return np.stack([rank < c.slots_per_layer(trace.num_experts)[:, None] for c in group])
-
-
-@dataclass(frozen=True)
-class HalfLifeChoice:
-    """The half-life with the most hits at one slot count, and how sure that is.
-
-    Attributes:
-        half_life: of the highest hit rate.
-        low, high: 95% interval of the best half-life over resampled sequences.
-        hit_rate, hit_rate_low, hit_rate_high: at `half_life`, with its 95% interval.
-        share: of the resamples in which this half-life was the best.
-    """
-
-    slots: float
-    prior_weight: float
-    half_life: float
-    low: float
-    high: float
-    hit_rate: float
-    hit_rate_low: float
-    hit_rate_high: float
-    share: float
-
-
-def best_half_life(
-    results: Sequence[Result], *, num_resamples: int = 1000, seed: int = 0
-) -> list[HalfLifeChoice]:
-    """Picks the half-life per slot count, with a bootstrap over sequences (Efron 1979).
-
-    Sequences are drawn with replacement, the same draws for all half-lives. Within the interval
-    the choice does not matter on this trace.
-
-    Args:
-        results: of `simulate`; those of other policies are left out. One choice per slot count
-            and prior weight.
-    """
-    random = np.random.default_rng(seed)
-    choices = []
-    own = [result for result in results if result.condition.half_life is not None]
-    kinds = dict.fromkeys((r.condition.slots, r.condition.prior_weight) for r in own)
-    for slots, weight in kinds:
-        group = [r for r in own if (r.condition.slots, r.condition.prior_weight) == (slots, weight)]
-        hits_CQ = np.stack([result.hits_Q for result in group])
-        uses_Q = group[0].uses_Q
-        draws = random.integers(len(uses_Q), size=(num_resamples, len(uses_Q)))
-        rates = hits_CQ[:, draws].sum(axis=2) / uses_Q[draws].sum(axis=1)
-        half_lives = np.array([result.condition.half_life for result in group], dtype=np.float64)
-        best = int(np.argmax([result.hit_rate for result in group]))
-        winners = rates.argmax(axis=0)
-        low, high = np.quantile(half_lives[winners], [0.025, 0.975], method="nearest")
-        rate_low, rate_high = np.quantile(rates[best], [0.025, 0.975])
-        choices.append(
-            HalfLifeChoice(
-                slots=slots,
-                prior_weight=weight,
-                half_life=float(half_lives[best]),
-                low=float(low),
-                high=float(high),
-                hit_rate=group[best].hit_rate,
-                hit_rate_low=float(rate_low),
-                hit_rate_high=float(rate_high),
-                share=float((winners == best).mean()),
-            )
-        )
-    return choices

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from hotset.core.errors import ConfigError
-from hotset.core.policy.adaptive import DEFAULT_HALF_LIFE, DEFAULT_PRIOR_WEIGHT, HalfLife, Lru
+from hotset.core.forecast import Forecast
+from hotset.core.policy.adaptive import (
+    DEFAULT_HALF_LIFE,
+    DEFAULT_PRIOR_WEIGHT,
+    HalfLife,
+    Lru,
+    ScoredPolicy,
+)
 from hotset.core.policy.base import NUM_VICTIMS, FloatArray, Policy, Wishes
 from hotset.core.policy.fixed import NoPolicy, StaticGlobal, StaticUniform
+from hotset.core.policy.forecast import ForecastPolicy
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (HalfLife, Lru, StaticUniform, StaticGlobal, NoPolicy)
+    policy.name: policy
+    for policy in (HalfLife, ForecastPolicy, Lru, StaticUniform, StaticGlobal, NoPolicy)
 }
 
 __all__ = [
@@ -20,10 +29,12 @@ __all__ = [
     "NUM_VICTIMS",
     "POLICIES",
     "FloatArray",
+    "ForecastPolicy",
     "HalfLife",
     "Lru",
     "NoPolicy",
     "Policy",
+    "ScoredPolicy",
     "StaticGlobal",
     "StaticUniform",
     "Wishes",
@@ -38,6 +49,7 @@ def make_policy(
     prior_LE: FloatArray | None = None,
     half_life: float | FloatArray | None = None,
     prior_weight: float | None = None,
+    forecast: Forecast | None = None,
     num_victims: int = NUM_VICTIMS,
 ) -> Policy:
     """Builds a policy.
@@ -47,10 +59,12 @@ def make_policy(
         num_experts: experts of each layer.
         prior_LE: [L, E], uses per step expected of each expert; the static policies need it.
         half_life, prior_weight: see `HalfLife`; `None` for its defaults.
+        forecast: of a profile; policy `forecast` needs it, the others ignore it.
         num_victims: V.
 
     Raises:
-        ConfigError: an unknown name, or a parameter that this policy does not have.
+        ConfigError: an unknown name, a parameter that this policy does not have, or one missing
+            that it needs.
     """
     if name not in POLICIES:
         close = get_close_matches(name, POLICIES, n=1)
@@ -63,5 +77,14 @@ def make_policy(
     if own:
         raise ConfigError(
             f"policy `{name}` has no `{next(iter(own))}`", hint=f"only `{HalfLife.name}` has it"
+        )
+    if name == ForecastPolicy.name:
+        if forecast is None:
+            raise ConfigError(
+                f"policy `{name}` needs a profile with a forecast",
+                hint=f"make one with `hotset profile`, or use `{HalfLife.name}`",
+            )
+        return ForecastPolicy(
+            num_experts, forecast=forecast, prior_LE=prior_LE, num_victims=num_victims
         )
     return POLICIES[name](num_experts, prior_LE=prior_LE, num_victims=num_victims)

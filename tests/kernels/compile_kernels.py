@@ -17,8 +17,18 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hotset.core.geometry import ExpertSpec, Gate, GateForm
-from hotset.kernels import combine, copy_kernel, device, grouping, match, moe_decode, moe_grouped
+from hotset.kernels import (
+    combine,
+    copy_kernel,
+    device,
+    grouping,
+    match,
+    moe_decode,
+    moe_grouped,
+    sample,
+)
 from hotset.kernels.match_reference import LayerMatch
+from hotset.kernels.sample_reference import SampleParams
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
@@ -71,6 +81,7 @@ def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
         "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared\.global", ptx)),
         "async_copies_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10", ptx)),
         "tensor_core": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "fused_multiply_adds": len(re.findall(r"\bfma\.", ptx)),
         "tf32": len(re.findall(r"tf32", ptx)),
     }
 
@@ -131,6 +142,9 @@ def main(capability: int) -> None:
     case("match, many", match.match, ids_TK, many)
     addresses = torch.zeros(4, dtype=torch.int64)
     case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
+    for dtype in (torch.bfloat16, torch.float16):
+        greedy = SampleParams.greedy(2, device=torch.device("cpu"))
+        case("sample", sample.launch_sample, torch.empty(2, 151936, dtype=dtype), greedy)
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -64,3 +64,12 @@ def test_fp32_is_never_tf32(facts: list[dict[str, Any]]) -> None:
 def test_records_are_copied_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
     (row,) = rows(facts, "copy")
     assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 4
+
+
+def test_sampling_rounds_as_its_specification(facts: list[dict[str, Any]]) -> None:
+    """CPU and GPU draw the same tokens only if no multiplication is fused with an addition."""
+    sampling = rows(facts, "sample")
+    assert {row["kernel"] for row in sampling} == {"_draw_kernel", "_choose_kernel"}
+    assert all(row["fused_multiply_adds"] == 0 for row in sampling)
+    # Control: they are found where they are.
+    assert all(row["fused_multiply_adds"] > 0 for row in rows(facts, "one token"))

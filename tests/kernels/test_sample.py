@@ -298,7 +298,7 @@ def test_results_lie_where_they_are_wanted() -> None:
     buffers = SampleBuffers.make(4, 50, device=DEVICE)
     x_BV = random_logits(2, 50).to(DEVICE)
     for logits in (x_BV, x_BV.bfloat16()):
-        token_B, finite_B = sample(logits, params_of([{}] * 2), buffers=buffers)
+        token_B, finite_B = sample(logits, params_of([{}] * 4), buffers=buffers)
         assert token_B.data_ptr() == buffers.token_B.data_ptr() and len(token_B) == 2
         assert finite_B.data_ptr() == buffers.finite_B.data_ptr() and finite_B.all()
         assert token_B.dtype == torch.int64

@@ -264,7 +264,7 @@ def sample(
 
     Args:
         logits_BV: [B, V], any float dtype; rows may have any stride.
-        params: of each row.
+        params: of each row, in the same order; there may be more of them.
         buffers: for at least B rows of these V logits. Needed where the call is captured, for the
             results then lie at fixed addresses; made here otherwise.
 
@@ -274,10 +274,10 @@ def sample(
     """
     if logits_BV.is_cuda and logits_BV.dtype in (torch.bfloat16, torch.float16):
         return launch_sample(logits_BV, params, buffers=buffers)
-    token_B, finite_B = sample_reference.sample(logits_BV, params)
+    num_rows = len(logits_BV)
+    token_B, finite_B = sample_reference.sample(logits_BV, params.rows(num_rows))
     if buffers is None:
         return token_B, finite_B
-    num_rows = len(logits_BV)
     return buffers.token_B[:num_rows].copy_(token_B), buffers.finite_B[:num_rows].copy_(finite_B)
 
 

@@ -13,10 +13,14 @@ import sys
 from pathlib import Path
 
 from hotset.bench.rows import Row, append
+from hotset.core.profile import Profile
 from hotset.core.simulator import Condition, Result, simulate
 from hotset.core.trace import Trace, load_trace
 
-POLICIES = ("static-uniform", "static-global", "lru", "half-life", "hindsight-static", "belady")
+POLICIES = (
+    *("static-uniform", "static-global", "lru", "half-life", "forecast"),
+    *("hindsight-static", "belady"),
+)
 
 
 def main() -> None:
@@ -31,15 +35,15 @@ def main() -> None:
 def table(
     trace: Trace, *, slots: tuple[float, ...], half_life: float, domain: str | None = None
 ) -> list[Row]:
-    """Replays the even sequences of a domain; the static profile is from all odd ones."""
-    odd = trace.select(parity="odd")
+    """Replays the even sequences of a domain; the profile is from the odd ones of all domains."""
+    profile = Profile.from_trace(trace.select(parity="odd"), with_forecast=True)
     even = trace.select(parity="even", domains=(domain,) if domain else ())
     conditions = [
         Condition(policy, fraction, half_life if policy == "half-life" else None)
         for fraction in slots
         for policy in POLICIES
     ]
-    results = simulate(even, conditions, prior_LE=odd.total_counts() / odd.num_tokens)
+    results = simulate(even, conditions, prior_LE=profile.prior, forecast=profile.forecast)
     rates = {(r.condition.policy, r.condition.slots): r.hit_rate for r in results}
     rows = []
     for result in results:

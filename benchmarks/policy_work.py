@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hotset.bench.rows import Row, Spread, append
+from hotset.core.forecast import Forecast
 from hotset.core.placement import Placement
 from hotset.core.policy import Wishes, make_policy
 from hotset.core.slot_pools import SlotPools
@@ -26,7 +27,7 @@ WARM_UP = 200
 
 def main() -> None:
     rows = []
-    for name in ("half-life", "lru"):
+    for name in ("half-life", "lru", "forecast"):
         for layers, experts, top_k in SHAPES:
             micros = time_steps(name, layers=layers, experts=experts, top_k=top_k)
             case = f"{name}, {layers} layers x {experts} experts, top-{top_k}, batch 1, 25% slots"
@@ -58,7 +59,9 @@ def time_steps(name: str, *, layers: int, experts: int, top_k: int) -> list[floa
     """Microseconds of each step."""
     random = np.random.default_rng(0)
     share = random.dirichlet(np.full(experts, 0.3), size=layers)
-    policy = make_policy(name, num_experts=[experts] * layers)
+    policy = make_policy(
+        name, num_experts=[experts] * layers, forecast=made_up_forecast(layers, experts)
+    )
     pools = SlotPools.uniform([experts] * layers, [experts // 4] * layers)
     placement = Placement.from_residents(pools, policy.initial(pools))
     wishes = policy.wishes(placement, out=Wishes.none(layers, policy.num_victims, experts))
@@ -74,6 +77,21 @@ def time_steps(name: str, *, layers: int, experts: int, top_k: int) -> list[floa
         policy.wishes(placement, out=wishes)
         micros.append((time.perf_counter() - start) * 1e6)
     return micros[WARM_UP:]
+
+
+def made_up_forecast(layers: int, experts: int) -> Forecast:
+    """Weights like fitted ones in size: an expert forecasts itself, and others a little."""
+    random = np.random.default_rng(1)
+    shared = random.normal(0, 0.003, size=(layers, experts, 2, experts)).astype(np.float32)
+    shared[:, np.arange(experts), :, np.arange(experts)] += 0.05
+    ones = np.ones(layers)
+    return Forecast(
+        shared_LEF=shared.reshape(layers, experts, -1),
+        own_L=0.003 * ones,
+        use_L=0.08 * ones,
+        constant_LE=np.full((layers, experts), 0.02),
+        num_tokens=0,
+    )
 
 
 if __name__ == "__main__":

@@ -79,13 +79,28 @@ class ScoredPolicy(Policy):
         if placement.num_spare:
             victims, value = _offer_spares(placement, victims, value)
         wishes.victims_LV[:] = victims
-        if bump_L1 is None:
-            wishes.admit_LE[:] = np.add.reduce(victims >= 0, axis=1, dtype=np.int32)[:, None]
-        else:
-            np.add(score_LE, bump_L1, out=self._used)
-            np.greater(self._used, value.T[:, :, None], out=self._outranked)
-            wishes.admit_LE[:] = np.add.reduce(self._outranked.view(np.int8), axis=0, dtype=np.int8)
+        wishes.admit_LE[:] = np.add.reduce(victims >= 0, axis=1, dtype=np.int32)[:, None]
+        if bump_L1 is not None:
+            self._count_outranked(score_LE, bump_L1, value, wishes)
         return wishes
+
+    def _count_outranked(
+        self, score_LE: FloatArray, bump_L1: FloatArray, value_LV: FloatArray, wishes: Wishes
+    ) -> None:
+        """Sets `admit` in the layers where not every expert outranks every victim.
+
+        Scores are at least 0, so one use outranks victims below its own worth, whoever is used: in
+        wide layers that is most of them.
+        """
+        contested = ((value_LV >= bump_L1) & (value_LV < np.inf)).any(axis=1).nonzero()[0]
+        num = len(contested)
+        if num == 0:
+            return
+        rows = slice(None) if num == len(score_LE) else contested
+        used, outranked = self._used[:num], self._outranked[:, :num]
+        np.add(score_LE[rows], bump_L1[rows], out=used)
+        np.greater(used, value_LV[rows].T[:, :, None], out=outranked)
+        wishes.admit_LE[rows] = np.add.reduce(outranked.view(np.int8), axis=0, dtype=np.int8)
 
     def _cells_of(self, ids_LN: IntArray) -> IntArray:
         """Flat cells of routed ids; the last cell for padded ones."""

@@ -31,6 +31,10 @@ class ExpertStore:
         staging_records: room of the prefill ring, in the largest records.
         poison: fill free slots with NaN.
         num_spare: spare columns of placement and table, to lend free slots to layers.
+
+    Attributes:
+        steps_in_flight: steps that may fill slots and of which `adopt` was not told yet. Until it
+            is 0 the device knows more than the placement, and nothing else may be placed.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class ExpertStore:
             record_bytes=max(layer.expert.record_bytes for layer in self.layers),
         )
         self.placement = Placement(pools, num_spare=num_spare)
+        self.steps_in_flight = 0
 
     def fields(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """Typed, shaped, writable views of one record in the arena, by field name."""
@@ -74,7 +79,7 @@ class ExpertStore:
         Everything is ordered on the current stream behind the kernels already queued there, so it
         may be called between steps without waiting. An expert that keeps its slot is not copied.
         """
-        assert placement.num_spare == self.placement.num_spare
+        assert placement.num_spare == self.placement.num_spare and self.steps_in_flight == 0
         before, after = _owned(self.placement), _owned(placement)
         lost = {key: slot for key, slot in before.items() if after.get(key) != slot}
         won = {key: slot for key, slot in after.items() if before.get(key) != slot}
@@ -95,6 +100,7 @@ class ExpertStore:
         Returns:
             The spare column that stands for the slot until it is filled.
         """
+        assert self.steps_in_flight == 0
         column, slot = self.placement.lend(layer)
         self.table.retarget({(layer, column): self.slots.address(slot)})
         return column
@@ -105,8 +111,10 @@ class ExpertStore:
         Must be told of every step that matched, in order, before anything else is placed; `audit`
         finds out if it was not.
         """
+        assert self.steps_in_flight > 0
         self.table.adopt(matches, self.slots.addresses(matches.slot))
         self.placement.apply(matches)
+        self.steps_in_flight -= 1
 
     def restore(self) -> None:
         """Makes slots and table what the placement says, after a step that broke off halfway.
@@ -119,6 +127,7 @@ class ExpertStore:
         again = {key: slot for key, slot in owned.items() if not pinned[key]}
         self.ring.fill(self._fills(again), self.slots)
         self.table.restore()
+        self.steps_in_flight = 0
 
     def audit(self) -> list[str]:
         """Compares every owned slot byte for byte with the arena, and the table with both.

@@ -67,14 +67,10 @@ class FillPlanner:
             for index, layer in enumerate(self._store.layers)
         )
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps begun and not ended. Nothing else may place experts unless it is 0."""
-        return len(self._running)
-
     def begin_step(self) -> None:
         """Sends the newest wishes: one copy on the current stream, before the step's kernels."""
         self._running.append(self._buffers.send())
+        self._store.steps_in_flight += 1
 
     def end_step(self, ids: IntArray | Sequence[IntArray]) -> Matches:
         """Takes in what the oldest running step routed: mirror, policy and the next wishes follow.

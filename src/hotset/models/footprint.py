@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import ceil
 from typing import Any
@@ -63,7 +63,8 @@ def measure(model: PreTrainedModel, vocab: int) -> Footprint:
 
     The peak of activations is the largest of several parts, each linear in T, C and T * C, and
     which one it is depends on the lengths. So it is measured after a short and after a long
-    context, and the larger of each coefficient is taken: an upper bound of both.
+    context, and the larger of each coefficient is taken: an upper bound of both. Where lengths
+    are rounded up to periods inside, it holds for whole periods.
     """
     for module in experts_modules(model).values():
         bind_experts(module, lambda hidden_TH, ids_TK, weights_TK: torch.empty_like(hidden_TH))
@@ -75,7 +76,7 @@ def measure(model: PreTrainedModel, vocab: int) -> Footprint:
 
     near = run(layers.first_of_each, _widest_window(model) + max(_NEAR_STEPS), _NEAR_STEPS)
     far = run(near.attending, _FAR_TOKENS, _FAR_STEPS)
-    peaks = near.peaks().larger(far.peaks(with_square=True))
+    peaks = near.peaks().larger(far.peaks(with_square=True)).covering(near.points)
     per_token, fixed, held = near.cache(layers.kind)
     return Footprint(
         kv_bytes_per_token=per_token,
@@ -99,6 +100,19 @@ class _Peaks:
     def larger(self, other: _Peaks) -> _Peaks:
         return _Peaks(*map(max, astuple(self), astuple(other)))
 
+    def at(self, num_tokens: int, context: int) -> float:
+        return (
+            self.fixed
+            + self.per_token * num_tokens
+            + self.per_context * context
+            + self.per_pair * num_tokens * context
+        )
+
+    def covering(self, points: Iterable[tuple[int, int, int]]) -> _Peaks:
+        """At least the peak at each (T, C, peak), by as much per token as is missing."""
+        missing = max((peak - self.at(t, c)) / t for t, c, peak in points)
+        return replace(self, per_token=self.per_token + max(0.0, missing))
+
 
 _Forward = Callable[[int, Cache | None], tuple[Cache, int]]
 
@@ -113,6 +127,7 @@ class _Run:
         steps: tokens of each forward: one, then two equal ones, then two equal shorter ones.
 
     Attributes:
+        points: (T, C, peak) of each forward, the first one over the context included.
         attending: those of the layers that keep keys and values.
     """
 
@@ -120,15 +135,13 @@ class _Run:
         self, forward: _Forward, layers: list[int], context: int, steps: tuple[int, ...]
     ) -> None:
         self._steps = steps
-        self._context: list[int] = []  # C of each step
-        self._peak: list[int] = []
         self._cache: list[dict[int, int]] = []  # bytes by layer, after each step
-        cache, _ = forward(context, None)
+        cache, peak = forward(context, None)
+        self.points = [(context, context, peak)]
         for num_tokens in steps:
             cache, peak = forward(num_tokens, cache)
             context += num_tokens
-            self._context.append(context)
-            self._peak.append(peak)
+            self.points.append((num_tokens, context, peak))
             self._cache.append({layer: _layer_bytes(cache, layer) for layer in layers})
         self.attending = [layer for layer in layers if _attends(cache, layer)]
 
@@ -139,7 +152,8 @@ class _Run:
         per_token = (total[2] - total[1]) // longer
         held = per_token * 2 * shorter - (total[4] - total[2])
         held = max(0, ceil(held / (longer - shorter)))
-        fixed = total[4] - per_token * self._context[4] - held * (shorter - 1)
+        _, context, _ = self.points[-1]
+        fixed = total[4] - per_token * context - held * (shorter - 1)
         return per_token, max(0, fixed), held
 
     def peaks(self, *, with_square: bool = False) -> _Peaks:
@@ -150,7 +164,7 @@ class _Run:
                 window take. T is at most C, so it is counted as T * C. Where a kink is likelier
                 than a square, the steeper of two slopes is taken instead.
         """
-        peak, context = self._peak, self._context
+        _, context, peak = zip(*self.points[1:], strict=True)
         longer, shorter = self._steps[2], self._steps[4]
         slope_long = (peak[2] - peak[1]) / longer  # per_pair * longer + per_context
         slope_short = (peak[4] - peak[3]) / shorter

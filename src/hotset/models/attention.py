@@ -1,0 +1,153 @@
+"""The seam into transformers' attention: one name, `hotset`, for decode over a KV pool.
+
+While a model's configs say `hotset`, its attention modules call `_attend`, and no mask is built,
+since the name has none in the library's mask interface. The cache is found in the keys: what a
+cache's `update` returns is what the library hands to the attention function, the same object
+(`attention_probe` makes sure), so our cache returns a `KVView` in their place. Nothing is bound to
+modules and nothing is global.
+
+A compiler that meets the cache or `_attend` breaks its graph there and runs them as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PretrainedConfig
+
+IMPLEMENTATION = "hotset"
+
+# What a model may pass to its attention function and ours need not know: the mask and the cache
+# carry positions and windows, and there is no dropout when a model only runs.
+IGNORED_ARGUMENTS = frozenset(
+    {
+        "dropout",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+        "output_attentions",
+        "output_router_logits",
+    }
+)
+
+
+def unknown_arguments(arguments: Mapping[str, object]) -> list[str]:
+    """Names of arguments of an attention function that would change the result, and are set."""
+    return [n for n, v in arguments.items() if v is not None and n not in IGNORED_ARGUMENTS]
+
+
+class KVView(Protocol):
+    """One layer's part of a KV pool during one decode step."""
+
+    def attend(
+        self,
+        q_BQD: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks_Q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[B, Hq, Dv]: attention of one token a row, the newest, to what is cached of its row."""
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: object,
+    value: object,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """What the library calls in every attention layer whose implementation is `hotset`.
+
+    Args:
+        query: [B, Hq, 1, Dk].
+        key, value: the `KVView` that the cache's `update` returned, twice.
+        s_aux: attention sinks, [Hq].
+
+    Returns:
+        [B, 1, Hq, Dv], and no attention weights.
+    """
+    assert attention_mask is None and query.shape[2] == 1 and key is value
+    assert not unknown_arguments(others), unknown_arguments(others)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    view = cast(KVView, key)
+    out_BQD = view.attend(query[:, :, 0], scale=scale, softcap=softcap, sinks_Q=s_aux)
+    return out_BQD.unsqueeze(1), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+class AttentionSwitch:
+    """Chooses the attention implementation of a whole model, per forward.
+
+    A model reads its config's `_attn_implementation` each time it needs a mask or an attention
+    function, so setting that attribute is all it takes. The library's `set_attn_implementation`
+    walks the module tree and checks again what was checked at the start: a thousand times slower.
+
+    Args:
+        model: a stock model. Outside the blocks it keeps the implementation that it has now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = (getattr(module, "config", None) for module in model.modules())
+        distinct = {id(c): c for c in configs if isinstance(c, PretrainedConfig)}
+        self._stock = [(config, config._attn_implementation) for config in distinct.values()]
+
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """Within the block all attention layers use the implementation `name`."""
+        for config, _ in self._stock:
+            config._attn_implementation_internal = name
+        try:
+            yield
+        finally:
+            for config, stock in self._stock:
+                config._attn_implementation_internal = stock
+
+    def decode(self) -> AbstractContextManager[None]:
+        """Within the block: one token a row, over a KV pool."""
+        return self.using(IMPLEMENTATION)
+
+
+@contextmanager
+def shared_compilation(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Within the block, compiled code of one attention module serves all of its kind.
+
+    A module tells the cache which layer it is by an integer, `layer_idx`. A compiler takes an
+    integer for a constant and would compile each layer anew; an object that the cache can index
+    with is passed through unread.
+
+    Args:
+        model: a stock model.
+        paths: its attention modules (`AttentionLayer.path`).
+    """
+    modules: list[Any] = [model.get_submodule(path) for path in paths]
+    indices = [module.layer_idx for module in modules]
+    for module, index in zip(modules, indices, strict=True):
+        module.layer_idx = _LayerIndex(index)
+    try:
+        yield
+    finally:
+        for module, index in zip(modules, indices, strict=True):
+            module.layer_idx = index
+
+
+class _LayerIndex:
+    """Indexes a list, and can nothing else."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def __index__(self) -> int:
+        return self._index

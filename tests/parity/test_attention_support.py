@@ -1,0 +1,170 @@
+"""Which architectures can run over the KV pool, and that it is what they do that decides it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+from hotset.core.geometry import AttentionLayer
+from hotset.models.attention_probe import find_attention
+from hotset.models.geometry import build_meta
+from tiny import TINY_MODEL_TYPES, build_tiny, tiny_config
+
+EXPANDS = "layer 0 computes with what it caches before it attends"
+MORE = "caches more than keys and values"
+REFUSED = {
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), EXPANDS),
+    # the keys of an indexer, compressed keys, recurrent states
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"), MORE),
+    **dict.fromkeys(("deepseek_v4", "minimax", "zaya", "inkling_text", "inkling2_text"), MORE),
+    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear"), MORE),
+    **dict.fromkeys(("lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text"), MORE),
+    **dict.fromkeys(("qwen3_next", "glm5_next"), MORE),
+}
+WINDOWED = {
+    *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa"),
+    *("kolibri1", "mimo_v2_flash", "muse_spark"),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model_type", TINY_MODEL_TYPES)
+def test_every_architecture(model_type: str) -> None:
+    found = find_attention(build_tiny(model_type))
+    if model_type in REFUSED:
+        assert REFUSED[model_type] in found.reason and not found.layers
+    else:
+        assert found.ok, found.reason
+        assert {layer.window for layer in found.layers} == (
+            {16, None} if model_type in WINDOWED else {None}
+        )
+
+
+def test_numbers_of_the_layers_on_the_meta_device() -> None:
+    found = find_attention(build_meta(tiny_config("mimo_v2_flash")).model)
+    full, window = found.layers[:2]
+    assert full == AttentionLayer(
+        path="model.layers.0.self_attn",
+        index=0,
+        num_heads=4,
+        num_kv_heads=2,
+        key_dim=8,
+        value_dim=8,
+        window=None,
+    )
+    assert (window.index, window.num_kv_heads, window.window) == (1, 4, 16)
+    assert [layer.index for layer in found.layers] == [0, 1, 2, 3]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, ids = build_tiny("gpt_oss"), torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        assert find_attention(model).ok
+        assert torch.equal(model(input_ids=ids).logits, before)
+
+
+def _attention(model: Any) -> Any:
+    return model.model.layers[2].self_attn
+
+
+def _another_argument(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _attention(model).forward = partial(_attention(model).forward, strange=1.0)
+
+
+def _looks_at_the_keys(model: Any, patch: pytest.MonkeyPatch) -> None:
+    forward = _attention(model).forward
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        cache = kwargs["past_key_values"]
+        update = cache.update
+
+        def scaled(*new: Any) -> Any:
+            keys, values = update(*new)
+            return keys, values * 1.0
+
+        cache.update = scaled
+        out = forward(*args, **kwargs)
+        del cache.update
+        return out
+
+    _attention(model).forward = looking
+
+
+def _asks_for_the_length(model: Any, patch: pytest.MonkeyPatch) -> None:
+    forward = _attention(model).forward
+
+    def asking(*args: Any, **kwargs: Any) -> Any:
+        kwargs["past_key_values"].get_seq_length()
+        return forward(*args, **kwargs)
+
+    _attention(model).forward = asking
+
+
+def _attends_in_chunks(model: Any, patch: pytest.MonkeyPatch) -> None:
+    def same_chunk(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return query // 3 == key // 3
+
+    stock = modeling_qwen3_moe.create_causal_mask
+    chunked = partial(stock, and_mask_function=same_chunk)
+    patch.setattr(modeling_qwen3_moe, "create_causal_mask", chunked)
+
+
+def _scales_by_a_tensor(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _attention(model).scaling = torch.tensor(0.3)
+
+
+def _changes_the_mask(model: Any, patch: pytest.MonkeyPatch) -> None:
+    forward = _attention(model).forward
+
+    def changing(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = None if attention_mask is None else attention_mask.clone()
+        return forward(*args, attention_mask=mask, **kwargs)
+
+    _attention(model).forward = changing
+
+
+def _caches_twice(model: Any, patch: pytest.MonkeyPatch) -> None:
+    _attention(model).layer_idx = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_another_argument, "layer 2 passes `strange` to its attention function"),
+        (_looks_at_the_keys, "layer 2 computes with what it caches before it attends (`mul`)"),
+        (_asks_for_the_length, "asks its cache for one length of all rows"),
+        (_attends_in_chunks, "layer 0 has a mask that is neither causal nor a window"),
+        (_scales_by_a_tensor, "layer 2 scales its scores by a tensor"),
+        (_changes_the_mask, "layer 2 changes its mask"),
+        (_caches_twice, "layer 1 updates its cache 2 times in a forward"),
+    ],
+)
+def test_what_a_model_does_decides(
+    change: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_tiny("qwen3_moe")
+    assert find_attention(model).ok
+    change(model, monkeypatch)
+    assert reason in find_attention(model).reason
+
+
+def test_another_formula_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks that are passed and not used; scores that are capped without saying so."""
+    model = build_tiny("gpt_oss")
+    stock = modeling_gpt_oss.eager_attention_forward
+
+    def capped(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(module, query.clamp(-5, 5), *args, **kwargs)
+
+    def without_sinks(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return modeling_qwen3_moe.eager_attention_forward(module, *args, **kwargs)
+
+    for changed in (capped, without_sinks):
+        monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", changed)
+        assert find_attention(model).reason == "layer 0 has an attention formula of its own"

@@ -1,0 +1,276 @@
+"""The pool as the library's `Cache`, in two forms: prefill of one row, decode of many.
+
+What is done is chosen by the step object, never by data. A `PrefillStep` writes the new tokens and
+gives stock attention plain keys and values, those of earlier chunks gathered from the pool; masks
+come out as for the library's own cache. A `DecodeBatch` writes one token a row and gives the
+attention function the pool itself (`models.attention`). Knows rows and positions, nothing of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
+
+from hotset.core.geometry import AttentionLayer
+from hotset.kernels.attention import AttentionKernels
+from hotset.runtime.kv_pool import KVKind, KVPool
+
+
+class Step(Protocol):
+    """What a `KVCache` is made for."""
+
+    pool: KVPool
+
+    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
+        """The cache's view of one layer during this step."""
+
+
+class KVCache(Cache):
+    """The library's view of a step. Good for one `PrefillStep`, or for the life of a
+    `DecodeBatch`; what the library may do to a cache besides running forwards is refused."""
+
+    def __init__(self, step: Step) -> None:
+        layers = step.pool.layers
+        super().__init__(
+            [step.layer(layers[i]) if i in layers else DummyLayer() for i in range(max(layers) + 1)]
+        )
+
+    # What compiles a model's layers stops here (`models.attention`).
+    update = torch.compiler.disable(Cache.update)
+
+
+class PrefillStep:
+    """New tokens of one row: the whole prompt, or the next chunk of it.
+
+    Args:
+        pool: where they go.
+        row: an open row; the tokens follow those that it has.
+        num_tokens: how many.
+        kernels: attention kernels.
+
+    Raises:
+        RequestError: the row cannot become so long; nothing has changed then.
+    """
+
+    def __init__(
+        self, pool: KVPool, row: int, num_tokens: int, *, kernels: AttentionKernels
+    ) -> None:
+        self.pool, self.row, self.num_tokens, self.kernels = pool, row, num_tokens, kernels
+        self.start = pool.lengths[row]
+        pool.reserve(row, self.start + num_tokens)
+        self.length_1 = _sent(np.array([self.start + num_tokens], dtype=np.int32), pool.device)
+        self.kinds = {window: _PrefillKind(self, kind) for window, kind in pool.kinds.items()}
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [1, T] on the device, for the model."""
+        stop = self.start + self.num_tokens
+        return torch.arange(self.start, stop, device=self.pool.device)[None]
+
+    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
+        return _PrefillLayer(self, layer)
+
+    def commit(self) -> None:
+        """The forward has run: the row is longer now. If it has not, close the row: a ring may
+        have lost what the new tokens would have seen."""
+        self.pool.grow(self.row, self.num_tokens)
+
+
+def _sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy on the device, without waiting for what the device still has to do."""
+    host = torch.from_numpy(array.copy())
+    if device.type != "cuda":
+        return host
+    # The allocator of page-locked memory keeps it until the copy is done.
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+class _PrefillKind:
+    """Block table of the row, and where the tokens lie that the new ones see of it."""
+
+    def __init__(self, step: PrefillStep, kind: KVKind) -> None:
+        table_1N = kind.table_RN[step.row : step.row + 1]
+        device, block_tokens = step.pool.device, step.pool.block_tokens
+        self.table_1N = _sent(table_1N, device)
+        # The first new token sees window - 1 earlier ones.
+        self.num_seen = step.start if kind.window is None else min(step.start, kind.window - 1)
+        first = step.start - self.num_seen
+        blocks = np.arange(first // block_tokens, -(-step.start // block_tokens))
+        ids = table_1N[0, blocks % kind.row_blocks]
+        self.blocks = _sent(ids.astype(np.int64), device)
+        skip = first % block_tokens
+        self.seen = slice(skip, skip + self.num_seen)
+
+    def gather(self, pool: torch.Tensor) -> torch.Tensor:
+        """The earlier tokens, [1, Hkv, num_seen, D], a strided view of a copy."""
+        return pool[self.blocks].flatten(0, 1)[self.seen].transpose(0, 1)[None]
+
+
+class _PrefillLayer(CacheLayerMixin):
+    def __init__(self, step: PrefillStep, layer: AttentionLayer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._step, self._kind = step, step.kinds[layer.window]
+        self._pools = step.pool.pools[layer.index]
+        self.is_sliding = layer.window is not None
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes [1, Hkv, T, D] and returns these with all that they see before them."""
+        assert key_states.shape[0] == 1 and key_states.shape[2] == self._step.num_tokens
+        keys, values = key_states, value_states
+        k_pool, v_pool = self._pools
+        if self._kind.num_seen:
+            # Read first: in a ring the new tokens may take the place of what they see.
+            keys = torch.cat((self._kind.gather(k_pool), keys), dim=2)
+            values = torch.cat((self._kind.gather(v_pool), values), dim=2)
+        self._step.kernels.write(
+            key_states.transpose(1, 2),
+            value_states.transpose(1, 2),
+            k_pool,
+            v_pool,
+            self._kind.table_1N,
+            self._step.length_1,
+        )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self._step.start
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        num_seen = self._kind.num_seen
+        return num_seen + query_length, self._step.start - num_seen
+
+    def get_max_length(self) -> int:
+        return self._step.pool.context_tokens
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool is there before the first forward."""
+
+
+class DecodeBatch:
+    """One new token for each of up to B rows, over and over. Its tensors never move, so that a
+    captured step can be replayed; rows and lengths are data in them.
+
+    A step is `begin_step` on the host, then on the device `advance` and the model's forward.
+
+    Args:
+        pool: whose rows are decoded.
+        size: B.
+        kernels: attention kernels.
+
+    Attributes:
+        rows: the pool's row in each place, `None` for padding.
+        lengths_B: int32, tokens of each row with the current one; 0 for padding.
+        position_ids_B1: int64, of the current token; 0 for padding.
+        tables: window -> block table, int32 [B, N].
+    """
+
+    def __init__(self, pool: KVPool, size: int, *, kernels: AttentionKernels) -> None:
+        self.pool, self.size, self.kernels = pool, size, kernels
+        self.rows: list[int | None] = [None] * size
+        self.lengths_B = torch.zeros(size, dtype=torch.int32, device=pool.device)
+        self.position_ids_B1 = torch.zeros(size, 1, dtype=torch.int64, device=pool.device)
+        self.tables = {
+            window: torch.zeros(size, kind.row_blocks, dtype=torch.int32, device=pool.device)
+            for window, kind in pool.kinds.items()
+        }
+        self._active_B = torch.zeros_like(self.lengths_B)
+        # Blocks of each row that the device knows of, per kind.
+        self._known = {window: [0] * size for window in self.tables}
+
+    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
+        return _DecodeLayer(self, layer)
+
+    def assign(self, rows: Sequence[int | None]) -> None:
+        """Chooses the rows, between steps; `None`, and what is not given, is padding."""
+        assert len(rows) <= self.size, (rows, self.size)
+        self.rows = [*rows, *[None] * (self.size - len(rows))]
+        device = self.pool.device
+        lengths = [0 if row is None else self.pool.lengths[row] for row in self.rows]
+        self.lengths_B.copy_(_sent(np.array(lengths, dtype=np.int32), device))
+        active = [row is not None for row in self.rows]
+        self._active_B.copy_(_sent(np.array(active, dtype=np.int32), device))
+        for window, kind in self.pool.kinds.items():
+            table_BN = np.zeros((self.size, kind.row_blocks), dtype=np.int32)
+            for place, row in enumerate(self.rows):
+                if row is not None:
+                    table_BN[place] = kind.table_RN[row]
+                    self._known[window][place] = kind.num_owned[row]
+            self.tables[window].copy_(_sent(table_BN, device))
+
+    def begin_step(self) -> None:
+        """Every row gets one token longer; new blocks are made known to the device.
+
+        Raises:
+            RequestError: a row cannot become so long (it was not reserved in advance). No row has
+                changed then.
+        """
+        rows = [(place, row) for place, row in enumerate(self.rows) if row is not None]
+        for _, row in rows:
+            self.pool.reserve(row, self.pool.lengths[row] + 1)
+        for place, row in rows:
+            self.pool.grow(row, 1)
+            for window, kind in self.pool.kinds.items():
+                if self._known[window][place] != kind.num_owned[row]:
+                    self._known[window][place] = kind.num_owned[row]
+                    self.tables[window][place].copy_(_sent(kind.table_RN[row], self.pool.device))
+
+    def advance(self) -> None:
+        """Lengths and positions of the next token, on the device; part of a captured step."""
+        self.lengths_B.add_(self._active_B)
+        self.position_ids_B1.copy_((self.lengths_B - self._active_B)[:, None])
+
+
+class _DecodeLayer(CacheLayerMixin):
+    """Also the `KVView` of its layer."""
+
+    def __init__(self, batch: DecodeBatch, layer: AttentionLayer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._write, self._decode = batch.kernels.write, batch.kernels.decode
+        self._window = layer.window
+        self._pool = (
+            *batch.pool.pools[layer.index],
+            batch.tables[layer.window],
+            batch.lengths_B,
+        )
+        self.is_sliding = layer.window is not None
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Writes [B, Hkv, 1, D]; returns itself twice, for the attention function."""
+        assert key_states.shape[2] == 1
+        self._write(key_states.transpose(1, 2), value_states.transpose(1, 2), *self._pool)
+        return self, self
+
+    def attend(
+        self,
+        q_BQD: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks_Q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return self._decode(
+            q_BQD, *self._pool, scale=scale, window=self._window, softcap=softcap, sinks_Q=sinks_Q
+        )
+
+    def get_seq_length(self) -> int:
+        raise AssertionError("the rows of a decode step have no one length")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise AssertionError("a decode step has no mask")
+
+    def get_max_length(self) -> int:
+        raise AssertionError("the rows of a decode step have no one length")
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the pool is there before the first forward."""

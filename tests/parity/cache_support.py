@@ -1,0 +1,200 @@
+"""What the cache tests share: stock generation to compare with, and what still counts as equal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask, sdpa_mask
+
+from hotset.core.geometry import AttentionLayer
+from hotset.kernels.attention import AttentionKernels
+from hotset.models.attention import AttentionSwitch
+from hotset.models.attention_probe import find_attention
+from hotset.runtime.kv_cache import DecodeBatch, KVCache, PrefillStep
+from hotset.runtime.kv_pool import KVPool
+from tiny import build_tiny, tiny_config
+
+EPS32 = 2.0**-23
+KERNELS = AttentionKernels("reference")
+
+
+def make_model(name: str) -> Any:
+    """A tiny model by type; `mixtral` has a window, and gemma2 (dense) caps its scores."""
+    if name == "gemma2":
+        sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model(
+            "gemma2",
+            **sizes,
+            vocab_size=128,
+            hidden_size=32,
+            intermediate_size=48,
+            head_dim=8,
+            sliding_window=16,
+            attn_logit_softcapping=2.0,
+            attn_implementation="eager",  # the library's default for it ignores the cap
+        )
+        return build_tiny(name, config=config)
+    config = tiny_config(name)
+    if name == "mixtral":
+        config.sliding_window = 16
+    return build_tiny(name, config=config)
+
+
+@dataclass
+class Stock:
+    """A model, and what it generates greedily with the library's own cache.
+
+    Attributes:
+        layers: what was found about its attention.
+        prompts: token ids of each sequence.
+        tokens: what follows, the same number for each.
+        logits: [number of tokens, V] of each sequence.
+    """
+
+    model: Any
+    layers: tuple[AttentionLayer, ...]
+    prompts: list[list[int]]
+    tokens: list[list[int]] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+
+
+@torch.no_grad()
+def generate_stock(name: str, prompts: list[list[int]], num_tokens: int) -> Stock:
+    model = make_model(name)
+    found = find_attention(model)
+    assert found.ok, found.reason
+    stock = Stock(model, found.layers, prompts)
+    for prompt in prompts:
+        cache, ids, tokens, logits = DynamicCache(config=model.config), prompt, [], []
+        for _ in range(num_tokens):
+            out = model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True)
+            logits.append(out.logits[0, -1])
+            ids = [int(logits[-1].argmax())]
+            tokens += ids
+        stock.tokens.append(tokens)
+        stock.logits.append(torch.stack(logits))
+    return stock
+
+
+class Ours:
+    """The same model over a pool of NaNs: prefill row by row, decode of all rows together."""
+
+    def __init__(
+        self, stock: Stock, *, num_rows: int, layers: tuple[AttentionLayer, ...] | None = None
+    ) -> None:
+        self.model, self.switch = stock.model, AttentionSwitch(stock.model)
+        self.pool = KVPool(
+            layers or stock.layers,
+            num_rows=num_rows,
+            context_tokens=96,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            block_tokens=8,
+            poison=True,
+        )
+
+    @torch.no_grad()
+    def prefill(self, row: int, ids: list[int], chunk: int | None = None) -> torch.Tensor:
+        """Logits of every token, [T, V]."""
+        size, parts = chunk or len(ids), []
+        for start in range(0, len(ids), size):
+            part = ids[start : start + size]
+            step = PrefillStep(self.pool, row, len(part), kernels=KERNELS)
+            out = self.model(
+                input_ids=torch.tensor([part]),
+                position_ids=step.position_ids,
+                past_key_values=KVCache(step),
+                use_cache=True,
+            )
+            step.commit()
+            parts.append(out.logits[0])
+        return torch.cat(parts)
+
+    @torch.no_grad()
+    def decode(self, batch: DecodeBatch, cache: KVCache, tokens: list[int]) -> torch.Tensor:
+        """Logits of one more token in each place, [B, V]."""
+        batch.begin_step()
+        batch.advance()
+        with self.switch.decode():
+            out = self.model(
+                input_ids=torch.tensor(tokens)[:, None],
+                position_ids=batch.position_ids_B1,
+                past_key_values=cache,
+                use_cache=True,
+            )
+        return out.logits[:, -1]
+
+
+def logits_bound(stock: Stock, num_draws: int = 5) -> float:
+    """How far logits may differ when attention and linear layers err as FP32 allows.
+
+    Found on the model itself: random errors as large as both sides may make are added to every
+    output of the stock layers, and four times the largest change of a logit is taken. Right
+    implementations err less, in few places. Of several draws it is the median: one in which a
+    router's near tie turns over tells nothing of that size.
+    """
+    generator, largest = torch.Generator().manual_seed(0), 0.0
+    for prompt, tokens in zip(stock.prompts, stock.tokens, strict=True):
+        ids, changes = torch.tensor([[*prompt, *tokens[:-1]]]), []
+        with torch.no_grad():
+            exact = stock.model(input_ids=ids).logits
+            for _ in range(num_draws):
+                with _erring(stock.model, generator):
+                    changes.append((stock.model(input_ids=ids).logits - exact).abs().max())
+        largest = max(largest, float(torch.stack(changes).median()))
+    return 4 * largest
+
+
+def _erring_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, Any]:
+    if module.config._attn_implementation == "erring_eager":
+        stock = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    else:
+        stock = sdpa_attention_forward
+    out, weights = stock(module, query, key, value, attention_mask, **arguments)
+    # Weights err by what scores err by, some eps of sum |q||k|; a sum of n terms by sqrt(n) eps.
+    keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    score = float((query.abs() @ keys.abs().transpose(2, 3)).max() * arguments["scaling"])
+    error = EPS32 * (2 * score + 8 + key.shape[2] ** 0.5) * float(value.abs().max())
+    noise = torch.rand(out.shape, generator=module.erring) * 2 - 1
+    return out + 2 * error * noise, weights
+
+
+AttentionInterface.register("erring_sdpa", _erring_attention)
+AttentionInterface.register("erring_eager", _erring_attention)
+AttentionMaskInterface.register("erring_sdpa", sdpa_mask)
+AttentionMaskInterface.register("erring_eager", eager_mask)
+
+
+@contextmanager
+def _erring(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
+    def add_error(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        size = nn.functional.linear(inputs[0].abs(), module.weight.abs())
+        noise = torch.rand(output.shape, generator=generator) * 2 - 1
+        return output + 2 * EPS32 * module.in_features**0.5 * size * noise
+
+    hooks = []
+    for module in model.modules():
+        object.__setattr__(module, "erring", generator)
+        if isinstance(module, nn.Linear):
+            hooks.append(module.register_forward_hook(add_error))
+    config: Any = model.config
+    with AttentionSwitch(model).using(f"erring_{config._attn_implementation}"):
+        yield
+    for hook in hooks:
+        hook.remove()

@@ -92,7 +92,7 @@ class ScoredPolicy(Policy):
         Scores are at least 0, so one use outranks victims below its own worth, whoever is used: in
         wide layers that is most of them.
         """
-        contested = ((value_LV >= bump_L1) & (value_LV < np.inf)).any(axis=1).nonzero()[0]
+        contested = np.flatnonzero(((value_LV >= bump_L1) & (value_LV < np.inf)).any(axis=1))
         num = len(contested)
         if num == 0:
             return

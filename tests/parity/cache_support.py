@@ -40,7 +40,7 @@ def make_model(name: str) -> Any:
             head_dim=8,
             sliding_window=16,
             attn_logit_softcapping=2.0,
-            attn_implementation="eager",  # the library's default for it ignores the cap
+            attn_implementation="eager",  # `sdpa` refuses a cap
         )
         return build_tiny(name, config=config)
     config = tiny_config(name)

@@ -23,8 +23,8 @@ from hotset.kernels.device import is_interpreted, round_to, tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # One tile holds this many bytes of keys, and as many of values. With two tiles in flight a program
-# takes 38 KiB of shared memory and 101 registers a thread (sm_90, BF16, head dim 128): four share a
-# multiprocessor. Twice the tile leaves room for three, in a second wave.
+# takes 38 KiB of shared memory and 96 registers a thread (sm_90, BF16, head dim 128): five share a
+# multiprocessor. Of twice the tile three do, so that `_PROGRAMS` would run in two waves.
 _TILE_BYTES = 8 * 1024
 # KV heads times splits: four programs for each multiprocessor of a large card (132 on an H200), so
 # that one row alone keeps the whole memory system busy in one wave.
@@ -136,6 +136,37 @@ def _scores(q, k, inside, scale, softcap, CAPPED: tl.constexpr, INTERPRET: tl.co
 
 
 @triton.jit
+def _take_in(s, v, m, total, acc, INTERPRET: tl.constexpr):
+    """(m, total, acc) with one more tile; of its positions at least one is inside, so that the
+    maximum is not -inf."""
+    m_next = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_next[:, None])
+    shrink = tl.exp2(m - m_next)
+    total = total * shrink + tl.sum(p, 1)
+    return m_next, total, _weighted_sum(p, v, acc * shrink[:, None], INTERPRET)
+
+
+@triton.jit
+def _load_heads(
+    pool, slot, head, inside, HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
+):
+    """Rows [TILE, COLS] of one head at `slot`s (tokens of the whole pool), zero where not real."""
+    c = tl.arange(0, COLS)
+    at = (slot * HEADS + head)[:, None] * DIM + c[None, :]
+    return tl.load(pool + at, mask=inside[:, None] & (c < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _slots(table, position, inside, num_blocks, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+    """Where positions of a row lie, as tokens of the whole pool, int64."""
+    entry = position // BLOCK_TOKENS
+    if WINDOW > 0:
+        entry = entry % num_blocks
+    block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
+    return block * BLOCK_TOKENS + position % BLOCK_TOKENS
+
+
+@triton.jit
 def _partial_kernel(
     q_BQD,
     k_pool,
@@ -146,18 +177,13 @@ def _partial_kernel(
     stats_BQS2,
     q_row_stride,
     q_head_stride,
-    k_block_stride,
-    k_token_stride,
-    k_head_stride,
-    v_block_stride,
-    v_token_stride,
-    v_head_stride,
     num_blocks,
     scale,
     softcap,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -168,7 +194,7 @@ def _partial_kernel(
     SPLITS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_B + row)
     first, first_tile, num_tiles, split_tiles = _parts(length, WINDOW, TILE, SPLITS)
     begin = split * split_tiles
@@ -177,45 +203,28 @@ def _partial_kernel(
         return
 
     r, c, d = tl.arange(0, ROWS), tl.arange(0, KEY_COLS), tl.arange(0, VALUE_COLS)
-    head = kv_head * GROUP + r
-    q_at = row.to(tl.int64) * q_row_stride + head[:, None] * q_head_stride + c[None, :]
-    real_q = (r < GROUP)[:, None] & (c < KEY_DIM)[None, :]
-    q = tl.load(q_BQD + q_at, mask=real_q, other=0.0)
+    head, real = kv_head * GROUP + r, r < GROUP
+    q_at = row * q_row_stride + head[:, None] * q_head_stride + c[None, :]
+    q = tl.load(q_BQD + q_at, mask=real[:, None] & (c < KEY_DIM)[None, :], other=0.0)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, VALUE_COLS), tl.float32)
-
-    table = block_table_BN + row.to(tl.int64) * num_blocks
+    table = block_table_BN + row * num_blocks
     for tile in range(first_tile + begin, first_tile + end):
         position = tile * TILE + tl.arange(0, TILE)
         inside = (position >= first) & (position < length)
-        entry = position // BLOCK_TOKENS
-        if WINDOW > 0:
-            entry = entry % num_blocks
-        block = tl.load(table + entry, mask=inside, other=0).to(tl.int64)
-        token = position % BLOCK_TOKENS
-        k_at = block * k_block_stride + token * k_token_stride + kv_head * k_head_stride
-        v_at = block * v_block_stride + token * v_token_stride + kv_head * v_head_stride
-        real_k = inside[:, None] & (c < KEY_DIM)[None, :]
-        real_v = inside[:, None] & (d < VALUE_DIM)[None, :]
-        k = tl.load(k_pool + k_at[:, None] + c[None, :], mask=real_k, other=0.0)
-        v = tl.load(v_pool + v_at[:, None] + d[None, :], mask=real_v, other=0.0)
-
+        slot = _slots(table, position, inside, num_blocks, BLOCK_TOKENS, WINDOW)
+        k = _load_heads(k_pool, slot, kv_head, inside, HEADS, KEY_DIM, KEY_COLS)
+        v = _load_heads(v_pool, slot, kv_head, inside, HEADS, VALUE_DIM, VALUE_COLS)
         s = _scores(q, k, inside, scale, softcap, CAPPED, INTERPRET)
-        # A tile has at least one position inside, so the maximum is not -inf.
-        m_next = tl.maximum(m, tl.max(s, 1))
-        p = tl.exp2(s - m_next[:, None])
-        shrink = tl.exp2(m - m_next)
-        total = total * shrink + tl.sum(p, 1)
-        acc = _weighted_sum(p, v, acc * shrink[:, None], INTERPRET)
-        m = m_next
+        m, total, acc = _take_in(s, v, m, total, acc, INTERPRET)
 
     # [B, Hq, splits of the grid]; unused splits stay unwritten and are never read.
-    at = (row.to(tl.int64) * tl.num_programs(1) * GROUP + head) * tl.num_programs(0) + split
-    tl.store(stats_BQS2 + at * 2, m, mask=r < GROUP)
-    tl.store(stats_BQS2 + at * 2 + 1, total, mask=r < GROUP)
-    real = (r < GROUP)[:, None] & (d < VALUE_DIM)[None, :]
-    tl.store(acc_BQSD + at[:, None] * VALUE_DIM + d[None, :], acc, mask=real)
+    at = (row * (HEADS * GROUP) + head) * tl.num_programs(0) + split
+    tl.store(stats_BQS2 + at * 2, m, mask=real)
+    tl.store(stats_BQS2 + at * 2 + 1, total, mask=real)
+    out = acc_BQSD + at[:, None] * VALUE_DIM + d[None, :]
+    tl.store(out, acc, mask=real[:, None] & (d < VALUE_DIM)[None, :])
 
 
 @triton.jit
@@ -285,7 +294,6 @@ def decode_attention(
     """
     batch, num_heads, key_dim = q_BQD.shape
     _, block_tokens, num_kv_heads, value_dim = v_pool.shape
-    num_blocks, group = block_table_BN.shape[1], num_heads // num_kv_heads
     launch = launch_shape(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -293,7 +301,7 @@ def decode_attention(
         value_dim=value_dim,
         element_bytes=k_pool.element_size(),
     )
-    splits = most_splits(launch, num_blocks * block_tokens, window)
+    splits = most_splits(launch, block_table_BN.shape[1] * block_tokens, window)
     acc_BQSD = q_BQD.new_empty(batch, num_heads, splits, value_dim, dtype=torch.float32)
     stats_BQS2 = q_BQD.new_empty(batch, num_heads, splits, 2, dtype=torch.float32)
     out = q_BQD.new_empty(batch, num_heads, value_dim) if out is None else out
@@ -306,39 +314,33 @@ def decode_attention(
     }
     _partial_kernel[(splits, num_kv_heads, batch)](
         q_BQD,
-        k_pool,
-        v_pool,
-        block_table_BN,
-        lengths_B,
-        acc_BQSD,
-        stats_BQS2,
+        *(k_pool, v_pool, block_table_BN, lengths_B),
+        *(acc_BQSD, stats_BQS2),
         *q_BQD.stride()[:2],
-        *k_pool.stride()[:3],
-        *v_pool.stride()[:3],
-        num_blocks,
-        scale,
-        softcap or 0.0,
+        *(block_table_BN.shape[1], scale, softcap or 0.0),
         CAPPED=softcap is not None,
         BLOCK_TOKENS=block_tokens,
-        GROUP=group,
-        ROWS=launch.rows,
-        KEY_DIM=key_dim,
-        KEY_COLS=_columns(key_dim),
-        VALUE_COLS=_columns(value_dim),
-        num_warps=launch.warps,
-        num_stages=launch.stages,
+        HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        **_widths(launch, key_dim, value_dim),
         **shared,
     )
     _reduce_kernel[(triton.cdiv(value_dim, launch.reduce_columns), num_heads, batch)](
-        acc_BQSD,
-        stats_BQS2,
-        lengths_B,
-        sinks_Q,
-        out,
-        splits,
+        *(acc_BQSD, stats_BQS2, lengths_B, sinks_Q, out, splits),
         HAS_SINKS=sinks_Q is not None,
         COLS=launch.reduce_columns,
         num_warps=4,
         **shared,
     )
     return out
+
+
+def _widths(launch: Launch, key_dim: int, value_dim: int) -> dict[str, int]:
+    return {
+        "ROWS": launch.rows,
+        "KEY_DIM": key_dim,
+        "KEY_COLS": _columns(key_dim),
+        "VALUE_COLS": _columns(value_dim),
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }

@@ -31,6 +31,16 @@ class Replay:
     ids_TLK: IntArray
     note: str
 
+    def counts(self, geometry: ModelGeometry) -> IntArray:
+        """Tokens that used each expert, [L, E]."""
+        num_experts = max(layer.num_experts for layer in geometry.layers)
+        return np.stack(
+            [
+                np.bincount(ids.ravel(), minlength=num_experts)
+                for ids in self.ids_TLK.transpose(1, 0, 2)
+            ]
+        )
+
 
 def map_trace(trace: Trace, geometry: ModelGeometry, *, num_tokens: int) -> Replay:
     """Builds `num_tokens` steps of routing for a model whose layers are all alike.

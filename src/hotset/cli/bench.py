@@ -19,7 +19,7 @@ from hotset.cli.options import (
     engine_config,
 )
 from hotset.cli.progress import loading_bar
-from hotset.core.errors import ConfigError
+from hotset.core.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
     from hotset.bench.rows import Row
@@ -122,6 +122,77 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
             )
         )
     _report(found, file=rows, as_json=as_json)
+
+
+@app.command()
+def decode(  # noqa: PLR0913 - one parameter for each flag
+    trace: Annotated[Path, typer.Argument(help="Routing to replay (see `hotset simulate`).")],
+    *,
+    shape: Shape = "qwen3-30b-a3b",
+    layers: Layers = None,
+    vram: Vram = None,
+    device: Device = None,
+    cases: Annotated[
+        str,
+        typer.Option(help="Policy (half-life, static, random) and share of experts with a slot."),
+    ] = "half-life:0.25,static:0.25,half-life:0.5,static:0.5",
+    context: Annotated[int, typer.Option(help="Tokens in the cache at the start.")] = 1024,
+    most_context: Annotated[int, typer.Option(help="Room of the cache, tokens.")] = 33000,
+    steps: Annotated[int, typer.Option(help="Steps that count.")] = 256,
+    rows: Rows = None,
+    as_json: Json = False,
+) -> None:
+    """Time whole decode steps with routing replayed from a trace, by slots and policy.
+
+    Needs room for every expert on the device; a case gives slots to only a share of them.
+
+    Example: `hotset bench decode moe-54m.npz --cases half-life:0.25,static:0.25,random:1`
+    """
+    config = engine_config(f"random {shape}", vram=vram, device=device, context=most_context)
+    from hotset.bench.decode import DecodeBench, DecodeCase
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.replay import map_trace
+    from hotset.bench.shapes import shape_config
+    from hotset.core.trace import load_trace
+    from hotset.runtime.engine import Engine
+
+    recorded = load_trace(trace)
+    source = RandomWeights(shape_config(shape, num_layers=layers))
+    replay = map_trace(recorded.select(parity="even"), source.geometry, num_tokens=steps + 64)
+    others = map_trace(recorded.select(parity="odd"), source.geometry, num_tokens=steps + 64)
+    chosen = [DecodeCase(share, policy) for policy, share in _cases(cases)]
+    with loading_bar() as progress:
+        engine = Engine(source, config, progress=progress)
+    with engine:
+        if engine.plan.num_slots < source.geometry.num_records:
+            raise CapacityError(
+                f"the plan has {engine.plan.num_slots} slots for {source.geometry.num_records} "
+                "experts, and this benchmark wants one for each",
+                hint="raise `--vram`, lower `--most-context`, or cut the depth with `--layers`",
+            )
+        bench = DecodeBench(
+            engine,
+            replay,
+            others.counts(source.geometry),
+            shape=shape,
+            context=context,
+            num_steps=steps,
+        )
+        typer.echo(replay.note, err=True)
+        _report(bench.run(chosen), file=rows, as_json=as_json)
+
+
+def _cases(text: str) -> list[tuple[str, float]]:
+    found = []
+    for part in text.split(","):
+        policy, _, share = part.partition(":")
+        if policy not in ("half-life", "static", "random") or not share:
+            raise ConfigError(
+                f"`--cases` has `{part}`, which is not a policy and a share",
+                hint="write `half-life:0.25,static:0.25,random:1`",
+            )
+        found.append((policy, _numbers(share, "--cases")[0]))
+    return found
 
 
 def _numbers(text: str, flag: str) -> list[float]:

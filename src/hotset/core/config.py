@@ -30,6 +30,10 @@ class EngineConfig:
         context_tokens: longest prompt + answer; auto: the model's, capped by what fits.
         prefill_chunk: most prompt tokens in one forward; auto: by the planner.
         kernels: force `triton` or `reference`; auto: `triton` on CUDA.
+        policy: who should own a slot, a name of `core.policy.POLICIES`; auto: `half-life`.
+        half_life: engine steps after which a past use counts half; auto: the policy's default.
+        graphs: capture the decode step into one CUDA graph.
+        compiled: fuse what surrounds experts and attention in a captured step.
         poison: fill free slots with NaN (debugging; `verify` sets it).
         strict: a path that is not the planned one is an error instead of one warning.
         revision: Hub revision.
@@ -43,6 +47,10 @@ class EngineConfig:
     context_tokens: int | None = None
     prefill_chunk: int | None = None
     kernels: str | None = None
+    policy: str | None = None
+    half_life: float | None = None
+    graphs: bool = True
+    compiled: bool = True
     poison: bool = False
     strict: bool = False
     revision: str | None = None
@@ -60,6 +68,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"`{name}` is {value}, the least is {least}")
+
+        if self.half_life is not None and not self.half_life > 0:
+            raise ConfigError(f"`half_life` is {self.half_life}, it must be above 0")
 
     @classmethod
     def from_options(cls, model: str, **options: object) -> EngineConfig:

@@ -116,6 +116,26 @@ class MoELayer:
 
 
 @dataclass(frozen=True)
+class AttentionLayer:
+    """One layer that keeps keys and values.
+
+    Attributes:
+        path: of the attention module.
+        index: the layer's index in the model's cache.
+        num_heads: query heads; a multiple of `num_kv_heads`.
+        window: most positions attended to, the current one included; `None` for all.
+    """
+
+    path: str
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """All that planning needs to know of a model.
 
@@ -129,6 +149,9 @@ class ModelGeometry:
         kv_bytes_per_token: KV-cache growth for one token of context, all layers together.
         kv_fixed_bytes: cache that does not grow with the context (recurrent and conv states,
             and sliding-window layers, which are counted at their full window).
+        attention: the layers that keep keys and values, where all of them can run over a pool of
+            KV blocks; otherwise empty, and
+        attention_reason: says why not.
         hidden, vocab: model dimension and vocabulary size.
         num_layers: decoder layers, MoE or not.
         max_context: longest context the model was made for, tokens.
@@ -157,6 +180,8 @@ class ModelGeometry:
     activation_bytes_per_context_token: int = 0
     activation_bytes_per_pair: int = 0
     activation_fixed_bytes: int = 0
+    attention: tuple[AttentionLayer, ...] = ()
+    attention_reason: str = ""
     continues_in_chunks: bool = True
 
     def activation_bytes(self, num_tokens: int, context_tokens: int) -> int:

@@ -2,8 +2,8 @@
 
 A stock layer is a hundred small kernels in a decode step; compiled it is a dozen. Layers of one
 kind share one compilation, since the parts that differ (experts, attention with its cache) are
-opaque calls that break the graph. Compiled layers live only inside `compiled_layers`: what is
-captured there into a CUDA graph stays, and prefill never meets them.
+opaque calls that break the graph. Compiled layers run only while they are `active`: what is
+captured then into a CUDA graph stays, and prefill never meets them.
 """
 
 from __future__ import annotations
@@ -23,26 +23,41 @@ from hotset.models.layer_kinds import decoder_layers
 _MOST_COMPILATIONS = 64
 
 
-@contextmanager
-def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Within the block every decoder layer of `model` runs compiled, one shape at a time.
+class CompiledLayers:
+    """The decoder layers of a model, compiled when they first run, one shape at a time.
 
     Only what cannot change between runs is chosen by the compiler: no autotuning.
+
+    Args:
+        model: a stock model.
     """
-    _, layers = decoder_layers(model)
-    plain = [layer.forward for layer in layers]
-    options: dict[str, Any] = {"post_grad_custom_post_pass": _ShortTopK()}
-    limits = torch._dynamo.config.patch(
-        recompile_limit=_MOST_COMPILATIONS, fail_on_recompile_limit_hit=True
-    )
-    with limits:
-        for layer in layers:
-            layer.forward = torch.compile(layer.forward, dynamic=False, options=options)
-        try:
-            yield
-        finally:
-            for layer, forward in zip(layers, plain, strict=True):
-                layer.forward = forward
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = list(decoder_layers(model))
+        self._plain = [layer.forward for layer in self._layers]
+        # One pass object for all: the compiler takes another one for another backend, and would
+        # compile every layer anew.
+        options: dict[str, Any] = {"post_grad_custom_post_pass": _ShortTopK()}
+        self._compiled = [
+            torch.compile(forward, dynamic=False, options=options) for forward in self._plain
+        ]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within the block the model runs its compiled layers."""
+        limits = torch._dynamo.config.patch(
+            recompile_limit=_MOST_COMPILATIONS, fail_on_recompile_limit_hit=True
+        )
+        with limits:
+            self._set(self._compiled)
+            try:
+                yield
+            finally:
+                self._set(self._plain)
+
+    def _set(self, forwards: list[Any]) -> None:
+        for layer, forward in zip(self._layers, forwards, strict=True):
+            layer.forward = forward
 
 
 class _ShortTopK(torch._inductor.custom_graph_pass.CustomGraphPass):

@@ -202,7 +202,7 @@ def _forward(
     all_set = fx_config.patch(  # type: ignore[attr-defined]  # added to the module at run time
         meta_nonzero_assume_all_nonzero=True
     )
-    with torch.no_grad(), all_set, _FusedAttention(), PeakBytes() as peak:
+    with torch.no_grad(), all_set, _AsOnGpu(), PeakBytes() as peak:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values  # a first call without one lets the model make its own kind
         del out
@@ -240,12 +240,14 @@ def _layer_bytes(cache: Cache, layer: int) -> int:
     return sum(_storages(entries).values())
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Counts `scaled_dot_product_attention` as one kernel, as it is on a GPU.
+class _AsOnGpu(TorchFunctionMode):
+    """Counts `scaled_dot_product_attention` as one kernel, and answers what meta tensors cannot.
 
     Its mask of booleans is made one of floats first, and copied once more where its rows are not
     aligned. The copies are kept until the next call: at the short lengths that are measured the
     peak lies elsewhere, at long ones it lies here.
+
+    A branch on values (are these positions one sequence?) is taken as for a plain text: yes.
     """
 
     _mask: torch.Tensor | None = None
@@ -261,6 +263,8 @@ class _FusedAttention(TorchFunctionMode):
             if mask is not None and mask.dtype == torch.bool:
                 self._mask = query.new_empty((2, *mask.shape))
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
+        if func is torch.Tensor.__bool__ and args[0].is_meta:
+            return True
         return func(*args, **kwargs)
 
 

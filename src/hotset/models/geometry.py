@@ -20,6 +20,7 @@ from hotset.checkpoint.source import resolve_config_only
 from hotset.core.config import DTYPES
 from hotset.core.errors import CheckpointError
 from hotset.core.geometry import ExpertSpec, Gate, ModelGeometry, MoELayer
+from hotset.models.attention_probe import find_attention
 from hotset.models.footprint import Footprint, measure
 from hotset.models.gate import find_gate
 from hotset.models.seam import (
@@ -218,6 +219,7 @@ def _geometry(
     resident = sum(p.numel() * p.element_size() for p in model.parameters())
     resident += sum(b.numel() * b.element_size() for b in model.buffers())
     used: Footprint = measure(model, text.vocab_size)
+    attention = find_attention(model)  # with the experts that `measure` has bound
     return ModelGeometry(
         model_type=config.model_type,
         dtype=dtype,
@@ -228,6 +230,8 @@ def _geometry(
         hidden=text.hidden_size,
         vocab=text.vocab_size,
         num_layers=text.num_hidden_layers,
+        attention=attention.layers,
+        attention_reason=attention.reason,
         resident_read_bytes=resident - _unread_bytes(model),
         max_context=getattr(text, "max_position_embeddings", 0) or 0,
         activation_fixed_bytes=used.activation_fixed_bytes,

@@ -142,9 +142,21 @@ def detach_experts(model: nn.Module) -> tuple[ExpertParam, ...]:
                 raise CheckpointError(f"experts parameter `{path}.{name}` is not understood")
             params.append(_describe(module, path, name, layer, tuple(param.shape)))
             delattr(module, name)
-        # Otherwise the library initialises the deleted parameters and fails.
-        module._is_hf_initialized = True  # type: ignore[assignment]
+        _mark_initialised(model, path)
     return tuple(params)
+
+
+def _mark_initialised(model: nn.Module, path: str) -> None:
+    """Keeps the library from initialising the deleted parameters, which fails.
+
+    Most models do it with the experts module, some with the block around it, which then has no
+    tensors of its own that would need it.
+    """
+    module, block = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    module._is_hf_initialized = True  # type: ignore[assignment]
+    own = (*block.parameters(recurse=False), *block.buffers(recurse=False))
+    if not own:
+        block._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _describe(

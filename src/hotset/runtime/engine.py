@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Generator, Iterator
+from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
@@ -17,12 +18,11 @@ from types import TracebackType
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache
+from torch import nn
 
 from hotset.core.config import EngineConfig
-from hotset.core.errors import RequestError, explain_out_of_memory
+from hotset.core.errors import HardwareError, RequestError, explain_out_of_memory
 from hotset.core.placement import Placement
-from hotset.core.plan import MemoryPlan
 from hotset.core.request import FinishReason, SamplingParams, check_length
 from hotset.core.slot_pools import SlotPools
 from hotset.core.units import format_bytes
@@ -30,11 +30,15 @@ from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
+from hotset.runtime.decoding import Decoding, choose_policy
+from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
 from hotset.runtime.probe import choose_device
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.sampling import Sampler
+from hotset.runtime.sequences import LibrarySequence, Sequence
+from hotset.runtime.steps import Steps
 from hotset.runtime.weights import Progress, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -80,15 +84,16 @@ class Engine:
             check_triton_toolchain()
         self.text = source.text
         self.stop_ids = source.stop_ids
-        self._lock = threading.Lock()
         self._answering = threading.Lock()
-        self._log = RoutingLog(self.geometry.layers)
         self._closed = False
+        self.policy = choose_policy(self.geometry, self.plan, config)
         self.store = self._make_store()
         try:
             self.model = source.load_resident(self.device)
             self._fill(source, progress or (lambda done, total: None))
-            self._bind()
+            self.steps = self._make_steps()
+            self.sampler = Sampler(1, self.geometry.vocab, device=self.device)
+            self.decoding = self._make_decoding()
         except BaseException:
             self.close()
             raise
@@ -121,21 +126,70 @@ class Engine:
         )
         with room:
             source.fill_experts(self.store, progress)
-            self.store.place(initial_placement(self.pools, self.plan))
+            slots = np.array(self.plan.slots_per_layer)
+            # Asked for by name, `none` means that no slot is ever used; chosen, that all fit.
+            named = self.config.policy is not None
+            resident_LE = (
+                self.policy.initial(self.pools, slots_per_layer=slots)
+                if named
+                else self.policy.best_experts(slots)
+            )
+            self.store.place(Placement.from_residents(self.pools, resident_LE))
 
-    def _bind(self) -> None:
-        for layer, module in enumerate(experts_modules(self.model).values()):
-            runner = MoERunner(layer, module, store=self.store, kernels=self.kernels, log=self._log)
+    def _make_steps(self) -> Steps:
+        log = RoutingLog(self.geometry.layers)
+        fills = FillPlanner(self.policy, self.store) if self.policy.moves else None
+        modules = experts_modules(self.model).values()
+        self._runners = [
+            MoERunner(
+                layer,
+                module,
+                store=self.store,
+                kernels=self.kernels,
+                log=log,
+                fills=fills.layers[layer] if fills else None,
+            )
+            for layer, module in enumerate(modules)
+        ]
+        for module, runner in zip(modules, self._runners, strict=True):
             bind_experts(module, runner)
+        return Steps(self.store, log, fills)
+
+    def _make_decoding(self) -> Decoding | None:
+        """The KV pool and the decode step over it; `None` where the model needs the library's
+        own cache."""
+        reason = self.geometry.attention_reason
+        if not reason:
+            return Decoding(
+                self.model,
+                self._runners,
+                steps=self.steps,
+                sampler=self.sampler,
+                geometry=self.geometry,
+                plan=self.plan,
+                config=self.config,
+                device=self.device,
+                triton=self.kernels.name == "triton",
+            )
+        if self.device.type == "cuda":
+            said = f"decode runs launch by launch in the library's cache: {reason}"
+            if self.config.strict:
+                raise HardwareError(said, hint="leave `--strict` out to run it all the same")
+            logger.warning("%s", said)
+        return None
+
+    def experts_module(self, layer: int) -> nn.Module:
+        """The stock experts module of a MoE layer."""
+        return list(experts_modules(self.model).values())[layer]
 
     @property
     def traffic(self) -> Traffic:
         """Experts used, hits and link bytes since the engine started; a copy."""
-        return self._log.total.copy()
+        return self.steps.traffic
 
     def generate_ids(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: Items[int],
         *,
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
@@ -156,25 +210,51 @@ class Engine:
         ids = self._check_ids(prompt_ids)
         num_tokens = check_length(len(ids), max_tokens, self.plan.context_tokens)
         stops = self.stop_ids if stop_ids is None else stop_ids
-        sampler = Sampler(sampling or SamplingParams(), device=self.device)
-        return self._generate(ids, num_tokens, sampler, stops)
+        return self._generate(ids, num_tokens, sampling or SamplingParams(), stops)
 
     def _generate(
-        self, ids: list[int], num_tokens: int, sampler: Sampler, stops: frozenset[int]
+        self, ids: list[int], num_tokens: int, sampling: SamplingParams, stops: frozenset[int]
     ) -> Iterator[TokenOut]:
-        with self._only_answer():
-            cache, logits_V = self._prefill(ids)
-            for count in range(1, num_tokens + 1):
-                token_id = sampler.sample(logits_V)
-                if token_id in stops:
-                    yield TokenOut(token_id, FinishReason.STOP)
+        with (
+            self._only_answer(),
+            self._sequence() as sequence,
+            closing(self._tokens(sequence, ids, num_tokens, sampling)) as tokens,
+        ):
+            for count, token_id in enumerate(tokens, start=1):
+                reason = FinishReason.LENGTH if count == num_tokens else None
+                reason = FinishReason.STOP if token_id in stops else reason
+                yield TokenOut(token_id, reason)
+                if reason is not None:
                     return
-                if count == num_tokens:
-                    yield TokenOut(token_id, FinishReason.LENGTH)
-                    return
-                yield TokenOut(token_id, None)
-                cache, logits = self._step([token_id], cache, num_logits=1)
-                logits_V = logits[-1]
+
+    def _tokens(
+        self, sequence: Sequence, ids: list[int], num_tokens: int, sampling: SamplingParams
+    ) -> Generator[int]:
+        """Prefill, the first token from it, and the decoded ones."""
+        for chunk in self._forwards(ids, self.plan.prefill_chunk):
+            logits = self._forward(sequence, chunk, num_logits=1)
+        with self.steps.exclusive():
+            self.sampler.start(0, sampling)
+            token = self.sampler.draw(logits[-1])
+        yield token
+        yield from self._decoded(sequence.tokens(token, num_tokens - 1, self.sampler))
+
+    def _decoded(self, tokens: Iterator[int]) -> Iterator[int]:
+        with self._room_for_step(1):
+            yield from tokens
+
+    @contextmanager
+    def _sequence(self) -> Iterator[Sequence]:
+        self._check_open()
+        sequence: Sequence = (
+            self.decoding.sequence()
+            if self.decoding is not None
+            else LibrarySequence(self.model, self.steps, device=self.device)
+        )
+        try:
+            yield sequence
+        finally:
+            sequence.close()
 
     @contextmanager
     def _only_answer(self) -> Iterator[None]:
@@ -189,7 +269,7 @@ class Engine:
         finally:
             self._answering.release()
 
-    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def logits(self, token_ids: Items[int]) -> torch.Tensor:
         """Next-token logits after every token of a text, [T, V] float32 on the CPU.
 
         Raises:
@@ -202,11 +282,11 @@ class Engine:
                 f"{len(ids)} tokens do not fit the context of {self.plan.context_tokens}",
                 hint="load with a larger `--context`",
             )
-        cache, parts = None, []
+        parts = []
         size = min(self.plan.prefill_chunk, logits_chunk(self.geometry))
-        with self._only_answer():
+        with self._only_answer(), self._sequence() as sequence:
             for chunk in self._forwards(ids, size):
-                cache, logits = self._step(chunk, cache, num_logits=len(chunk))
+                logits = self._forward(sequence, chunk, num_logits=len(chunk))
                 parts.append(logits.float().cpu())
         return torch.cat(parts)
 
@@ -216,8 +296,13 @@ class Engine:
         Raises:
             RequestError: the engine is closed.
         """
-        with self._lock, torch.inference_mode():
-            self._check_open()
+        self._check_open()
+        with self.steps.exclusive():
+            if self.store.steps_in_flight:
+                raise RequestError(
+                    "a decode step that fills slots is queued, placements cannot change under it",
+                    hint="finish or close the answer that is being generated first",
+                )
             self.store.place(placement)
 
     def close(self) -> None:
@@ -225,13 +310,14 @@ class Engine:
 
         Waits for the step that another thread runs; the answer it belongs to then fails.
         """
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self.model = None  # type: ignore[assignment]
-            self.store.close()
-            del self.store
+        if self._closed:
+            return
+        self._closed = True
+        if hasattr(self, "steps"):
+            self.steps.close()
+        self.store.close()  # waits for what the device still has queued
+        for name in ("decoding", "steps", "model", "store", "_runners", "sampler"):
+            self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -250,7 +336,7 @@ class Engine:
         if self._closed:
             raise RequestError("this engine is closed", hint="load the model again")
 
-    def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
+    def _check_ids(self, token_ids: Items[int]) -> list[int]:
         self._check_open()
         try:
             ids = [index(token) for token in token_ids]
@@ -264,13 +350,6 @@ class Engine:
                     f"token id {token} is outside the vocabulary of {self.geometry.vocab}"
                 )
         return ids
-
-    def _prefill(self, ids: list[int]) -> tuple[Cache, torch.Tensor]:
-        cache = None
-        for chunk in self._forwards(ids, self.plan.prefill_chunk):
-            cache, logits = self._step(chunk, cache, num_logits=1)
-        assert cache is not None
-        return cache, logits[-1]
 
     def _forwards(self, ids: list[int], size: int) -> Iterator[list[int]]:
         """The tokens of each forward: chunks, or after the first chunk single tokens where the
@@ -290,28 +369,11 @@ class Engine:
         logger.warning("%s; a larger `--prefill-chunk` spares that", reason)
         return chain([ids[:size]], ([token] for token in ids[size:]))
 
-    def _step(
-        self, ids: list[int], cache: Cache | None, *, num_logits: int
-    ) -> tuple[Cache, torch.Tensor]:
-        """One forward pass. `cache=None` lets the model make its own kind of cache.
-
-        Returns:
-            The cache, extended by `ids`, and the logits of the last `num_logits` tokens, [n, V].
-        """
-        with self._lock, torch.inference_mode():
-            self._check_open()
-            try:
-                with self._room_for_step(len(ids)):
-                    out = self.model(
-                        input_ids=torch.tensor([ids], device=self.device),
-                        past_key_values=cache,
-                        use_cache=True,
-                        logits_to_keep=num_logits,
-                    )
-                self._log.finish(self.store.placement)
-            finally:
-                self._log.drop()
-        return out.past_key_values, out.logits[0]
+    def _forward(self, sequence: Sequence, ids: list[int], *, num_logits: int) -> torch.Tensor:
+        """Takes tokens in; the logits of the last `num_logits` of them, [n, V]."""
+        self._check_open()
+        with self.steps.exclusive(), self._room_for_step(len(ids)):
+            return sequence.forward(ids, num_logits=num_logits)
 
     def _room_for_step(self, num_tokens: int) -> AbstractContextManager[None]:
         lines = ("activations", "attention workspace", "expert workspace", "KV cache")
@@ -322,11 +384,3 @@ class Engine:
             "`--context`, or set a smaller `--vram`",
             error=RequestError,
         )
-
-
-def initial_placement(pools: SlotPools, plan: MemoryPlan) -> Placement:
-    """Experts 0, 1, ... of every layer in its slots: without a profile none is better known."""
-    resident_LE = np.zeros((len(pools.num_experts), pools.max_experts), dtype=np.bool_)
-    for layer, num_slots in enumerate(plan.slots_per_layer):
-        resident_LE[layer, :num_slots] = True
-    return Placement.from_residents(pools, resident_LE)

@@ -12,17 +12,22 @@ from hotset.core.plan import MemoryPlan
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.record import DTYPE_BYTES
 from hotset.core.units import MIB
+from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
 
 # `Engine.logits` asks for every token's logits; it runs in chunks whose logits stay below this.
 LOGITS_BYTES = 64 * MIB
+
+# What a captured step keeps to itself: activations of one token, logits, sampling buffers.
+GRAPH_BYTES = 64 * MIB
 
 
 def plan_engine(geometry: ModelGeometry, config: EngineConfig) -> tuple[Machine, MemoryPlan]:
     """The machine as it is now, and the plan for a model on it; whether it fits is in the plan."""
     machine = probe_machine(config.device)
     request = PlanRequest.from_config(config)
-    return machine, make_plan(geometry, machine, request, workspaces=[*_workspaces(geometry)])
+    spaces = [*_workspaces(geometry, on_cuda=machine.device == "cuda")]
+    return machine, make_plan(geometry, machine, request, workspaces=spaces)
 
 
 def logits_chunk(geometry: ModelGeometry) -> int:
@@ -30,8 +35,28 @@ def logits_chunk(geometry: ModelGeometry) -> int:
     return max(1, LOGITS_BYTES // (geometry.vocab * (DTYPE_BYTES[geometry.dtype] + 4)))
 
 
-def _workspaces(geometry: ModelGeometry) -> Iterator[Workspace]:
+def _rounding(geometry: ModelGeometry) -> int:
+    """Most by which the pool of one row exceeds the cache that the planner counts."""
+    # One token more than whole blocks, and longer than every window.
+    windows = [layer.window or 0 for layer in geometry.attention]
+    context = (max(windows) // BLOCK_TOKENS + 2) * BLOCK_TOKENS + 1
+    pool = kv_pool_bytes(
+        geometry.attention,
+        num_rows=1,
+        context_tokens=context,
+        element_bytes=DTYPE_BYTES[geometry.dtype],
+    )
+    return max(0, pool - geometry.kv_bytes_per_token * context - geometry.kv_fixed_bytes)
+
+
+def _workspaces(geometry: ModelGeometry, *, on_cuda: bool) -> Iterator[Workspace]:
     yield Workspace("logits", "of a text, a part at a time", fixed_bytes=LOGITS_BYTES)
+    if geometry.attention:
+        yield Workspace("KV blocks", "rounding up to whole blocks", fixed_bytes=_rounding(geometry))
+        if on_cuda:
+            yield Workspace(
+                "decode graph", "activations of the captured step", fixed_bytes=GRAPH_BYTES
+            )
     normed = [layer for layer in geometry.layers if layer.has_post_norm]
     if normed:
         # Expert outputs once more in the model's dtype, normed, and back in float32.

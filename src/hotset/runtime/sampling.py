@@ -1,75 +1,88 @@
-"""From logits to a token id, on the device of the logits, repeatable for a seed.
+"""The sampler of an engine's rows: parameters at fixed addresses, one more draw each step.
 
-The filters are transformers' own logits warpers; here is only their order and the draw.
+What a draw is, filters included, is `kernels.sample_reference`'s business; here is only which
+parameters a row has, and that the same seed, position and logits give the same token on any
+device and in any batch.
 """
 
 from __future__ import annotations
 
-from typing import cast
+import secrets
 
 import torch
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from hotset.core.errors import RequestError
 from hotset.core.request import SamplingParams
+from hotset.kernels.sample import SampleBuffers, sample
+from hotset.kernels.sample_reference import SampleParams
+
+_SEED_BITS = 62
 
 
 class Sampler:
-    """Draws the tokens of one request.
+    """Draws tokens for up to B rows.
 
     Args:
-        params: how.
-        device: of the logits; a seed gives the same tokens on the same kind of device.
+        num_rows: B.
+        vocab: V, logits of a row.
+        device: of the logits.
     """
 
-    def __init__(self, params: SamplingParams, *, device: torch.device) -> None:
-        self._params = params
-        self._generator = torch.Generator(device)
-        if params.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(params.seed)
-        self._warpers = LogitsProcessorList()
-        if not params.greedy:
-            self._warpers.append(TemperatureLogitsWarper(float(params.temperature)))
-        if params.top_k > 0:
-            self._warpers.append(TopKLogitsWarper(params.top_k))
-        if params.top_p < 1.0:
-            self._warpers.append(TopPLogitsWarper(params.top_p))
-        if params.min_p > 0.0:
-            self._warpers.append(MinPLogitsWarper(params.min_p))
+    def __init__(self, num_rows: int, vocab: int, *, device: torch.device) -> None:
+        self._buffers = SampleBuffers.make(num_rows, vocab, device=device)
+        self._params = SampleParams(
+            temperature_B=torch.zeros(num_rows, dtype=torch.float32, device=device),
+            top_k_B=torch.zeros(num_rows, dtype=torch.int32, device=device),
+            top_p_B=torch.ones(num_rows, dtype=torch.float32, device=device),
+            min_p_B=torch.zeros(num_rows, dtype=torch.float32, device=device),
+            seed_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
+            position_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
+        )
 
-    def sample(self, logits_V: torch.Tensor) -> int:
-        """The next token id for logits [V] of any float dtype.
+    def start(self, row: int, params: SamplingParams) -> None:
+        """A new answer in a row; its first draw is number 0."""
+        seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+        own = self._params
+        own.temperature_B[row] = params.temperature
+        own.top_k_B[row] = params.top_k
+        own.top_p_B[row] = params.top_p
+        own.min_p_B[row] = params.min_p
+        own.seed_B[row] = seed
+        own.position_B[row] = 0
+
+    def __call__(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draw for each of the first rows, without waiting for the device.
+
+        Returns:
+            Token ids [B] int64, and whether the row's logits are all finite [B] bool; overwritten
+            by the next call.
+        """
+        num_rows = len(logits_BV)
+        drawn = sample(logits_BV, self._params, buffers=self._buffers)
+        self._params.position_B[:num_rows] += 1
+        return drawn
+
+    def draw(self, logits_V: torch.Tensor) -> int:
+        """The next token of row 0, which the host waits for.
 
         Raises:
-            RequestError: a logit is NaN or infinite, so whatever was drawn would mean nothing.
+            RequestError: a logit is NaN or infinite.
         """
-        scores = logits_V.float().unsqueeze(0)
-        finite = torch.isfinite(scores).all()
-        if self._params.greedy:
-            token = scores.argmax(dim=-1)
-        else:
-            # No warper of these looks at the ids so far.
-            ids = cast(torch.LongTensor, torch.empty((1, 0), dtype=torch.long))
-            # Only differences count, and those to the largest do not overflow when they are
-            # divided by a small temperature.
-            scores = scores - scores.amax()
-            scores = self._warpers(ids, cast(torch.FloatTensor, scores))
-            probs = torch.softmax(scores, dim=-1)
-            safe = torch.where(finite, probs, torch.ones_like(probs))
-            token = torch.multinomial(safe, 1, generator=self._generator).view(-1)
-        token_id, is_finite = torch.stack([token[0], finite.to(token.dtype)]).tolist()
-        if not is_finite:
-            raise RequestError(
-                "the model's logits are not finite",
-                hint="run `hotset verify MODEL`; in float16 the activations may overflow: "
-                "try `--dtype bfloat16`",
-            )
-        return int(token_id)
+        token_B, finite_B = self(logits_V[None])
+        token, finite = torch.stack([token_B[0], finite_B[0].to(token_B.dtype)]).tolist()
+        return require_finite(token, finite=bool(finite))
+
+
+def require_finite(token: int, *, finite: bool) -> int:
+    """The token, if the logits that it was drawn from are finite.
+
+    Raises:
+        RequestError: a logit is NaN or infinite, so whatever was drawn would mean nothing.
+    """
+    if not finite:
+        raise RequestError(
+            "the model's logits are not finite",
+            hint="run `hotset verify MODEL`; in float16 the activations may overflow: "
+            "try `--dtype bfloat16`",
+        )
+    return token

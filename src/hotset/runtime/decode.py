@@ -1,0 +1,242 @@
+"""The decode step: one token for each of up to B rows, captured once and replayed.
+
+Everything of a step happens on the device, from the lengths of the rows to the sampled ids that
+the next step starts from, so on CUDA it is one graph, and a step may be launched before the
+previous one's tokens are known. Knows rows and ids; nothing of text, requests or why they stop.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from hotset.core.geometry import MoELayer
+from hotset.core.slot_pools import IntArray
+from hotset.kernels.attention import AttentionKernels
+from hotset.models.attention import AttentionSwitch, shared_compilation
+from hotset.models.compiled import CompiledLayers
+from hotset.models.seam import ExpertsFunction, bind_experts, experts_modules
+from hotset.runtime.fills import FillPlanner
+from hotset.runtime.kv_cache import DecodeBatch, KVCache
+from hotset.runtime.kv_pool import KVPool
+from hotset.runtime.routing import RoutingLog
+
+# logits [B, V] -> (token ids [B] int64, whether the row's logits are finite [B] bool)
+Sample = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+# Steps that run before a capture: kernels are compiled and workspaces allocated in them.
+_WARMUP_STEPS = 2
+
+# The one that runs, and the one queued behind it.
+MOST_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How a step is made.
+
+    Attributes:
+        graph: capture it into one CUDA graph (CUDA only).
+        layers: run these instead of the stock ones: what surrounds experts and attention is
+            fused then. It changes low bits against stock kernels, whether captured or not.
+    """
+
+    graph: bool
+    layers: CompiledLayers | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the host learns of a step.
+
+    Attributes:
+        tokens_B: sampled ids, int64.
+        finite_B: whether the logits that they come from are finite.
+        ids_LN: routed ids of each MoE layer; padding is -1.
+    """
+
+    tokens_B: IntArray
+    finite_B: np.ndarray
+    ids_LN: IntArray
+
+
+class DecodeStep:
+    """One batch size's step. Its tensors never move; `replay` queues it as it is.
+
+    Args:
+        model: with `runners` bound.
+        layers: the MoE layers.
+        runners: what computes each layer's experts.
+        pool: the KV pool that rows live in.
+        size: B.
+        sample: draws the tokens, on the device and without waiting for it.
+        attention: attention kernels.
+        options: see there.
+        fills: sends wishes before each step; `None` when nothing is filled.
+        log: what the runners tell their ids; its notes of a step are dropped, as the step
+            reports them itself.
+        before: queued at the start of every step (a benchmark's replayed routing).
+    """
+
+    def __init__(  # noqa: PLR0913 - what a step is joined from, once
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[MoELayer],
+        runners: Sequence[ExpertsFunction],
+        *,
+        pool: KVPool,
+        size: int,
+        sample: Sample,
+        attention: AttentionKernels,
+        options: DecodeOptions,
+        log: RoutingLog,
+        fills: FillPlanner | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        device = pool.device
+        self.batch = DecodeBatch(pool, size, kernels=attention)
+        self.token_B1 = torch.zeros((size, 1), dtype=torch.int64, device=device)
+        self._model, self._runners = model, list(runners)
+        self._cache, self._switch = KVCache(self.batch), AttentionSwitch(model)
+        self._sample, self._log, self._before = sample, log, before
+        self.fills, self.captured = fills, options.graph
+        self._routed: list[torch.Tensor] = [torch.empty(0)] * len(layers)
+        width = size * max(layer.top_k for layer in layers)
+        # Tokens, flags and routed ids of a step in one tensor: one copy brings them all.
+        self._report = torch.zeros(2 * size + len(layers) * width, dtype=torch.int64, device=device)
+        self._width = width
+        on_gpu = device.type == "cuda"
+        self._hosts = deque(
+            torch.empty_like(self._report, device="cpu", pin_memory=on_gpu)
+            for _ in range(MOST_IN_FLIGHT)
+        )
+        self._in_flight: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._layers = options.layers
+        self.replay = self._make(options)
+
+    @property
+    def size(self) -> int:
+        return self.batch.size
+
+    def start(self, rows: Sequence[int | None], tokens: Sequence[int]) -> None:
+        """Chooses the rows and their newest tokens, which the next step takes in.
+
+        Nothing may be in flight.
+        """
+        assert not self._in_flight
+        self.batch.assign(rows)
+        padded = [*tokens, *[0] * (self.size - len(tokens))]
+        self.token_B1.copy_(torch.tensor(padded)[:, None])
+
+    def launch(self) -> None:
+        """Queues one step for the chosen rows; `finish` later says what came of it.
+
+        Raises:
+            RequestError: a row cannot become longer; nothing is queued then.
+        """
+        assert len(self._in_flight) < MOST_IN_FLIGHT
+        self.batch.begin_step()
+        if self.fills is not None:
+            self.fills.begin_step()
+        self.replay()
+        host = self._hosts[0]
+        self._hosts.rotate(-1)
+        host.copy_(self._report, non_blocking=True)
+        done = torch.cuda.Event() if self._report.is_cuda else None
+        if done is not None:
+            done.record()
+        self._in_flight.append((host, done))
+
+    def finish(self) -> StepResult:
+        """Waits for the oldest step in flight."""
+        host, done = self._in_flight.popleft()
+        if done is not None:
+            done.synchronize()
+        values = host.numpy().copy()
+        size = self.size
+        return StepResult(
+            tokens_B=values[:size],
+            finite_B=values[size : 2 * size] != 0,
+            ids_LN=values[2 * size :].reshape(-1, self._width),
+        )
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def _make(self, options: DecodeOptions) -> Callable[[], None]:
+        """The step as a callable, captured where that is asked for.
+
+        While a graph is made the rows are padding: nothing is read, routed or written for them.
+        """
+        run = self._run if options.layers is None else self._run_compiled
+        if not options.graph:
+            return run
+        side = torch.cuda.Stream(self.batch.pool.device)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.inference_mode(), torch.cuda.stream(side):
+            for _ in range(_WARMUP_STEPS):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.inference_mode(), torch.cuda.graph(graph):
+            run()
+        return graph.replay
+
+    def _run_compiled(self) -> None:
+        assert self._layers is not None
+        paths = [layer.path for layer in self.batch.pool.layers.values()]
+        with self._layers.active(), shared_compilation(self._model, paths):
+            self._run()
+
+    def _run(self) -> None:
+        """The step itself; every launch of it is queued here."""
+        if self._before is not None:
+            self._before()
+        self.batch.advance()
+        if self.size > 1:
+            self._padding_B1 = (self.batch.lengths_B == 0)[:, None]
+        with torch.inference_mode(), self._switch.decode(), self._watched_experts():
+            out = self._model(
+                input_ids=self.token_B1,
+                position_ids=self.batch.position_ids_B1,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            tokens_B, finite_B = self._sample(out.logits[:, -1])
+            self.token_B1.copy_(tokens_B[:, None])
+            torch.cat([tokens_B, finite_B.to(torch.int64), *self._routed], out=self._report)
+        self._log.drop()
+
+    @contextmanager
+    def _watched_experts(self) -> Iterator[None]:
+        modules = list(experts_modules(self._model).values())
+        for index, module in enumerate(modules):
+            bind_experts(module, self._watched(index))
+        try:
+            yield
+        finally:
+            for module, runner in zip(modules, self._runners, strict=True):
+                bind_experts(module, runner)
+
+    def _watched(self, index: int) -> ExpertsFunction:
+        """A layer's runner, for this step: padded rows route nowhere, and ids are noted."""
+        runner = self._runners[index]
+
+        def run(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            if self.size > 1:
+                ids_TK = ids_TK.masked_fill(self._padding_B1, -1)
+            ids = ids_TK.reshape(-1)
+            missing = self._width - ids.numel()
+            self._routed[index] = pad(ids, (0, missing), value=-1) if missing else ids
+            return runner(x_TH, ids_TK, weights_TK)
+
+        return run

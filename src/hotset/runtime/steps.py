@@ -1,0 +1,118 @@
+"""Runs forwards one at a time and keeps the books: traffic, fills, and what a failed step leaves.
+
+Knows which experts a step routed to; nothing of tokens, caches or why the step runs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from hotset.core.errors import RequestError
+from hotset.core.placement import Matches
+from hotset.core.policy import NUM_VICTIMS, Wishes
+from hotset.core.slot_pools import IntArray
+from hotset.experts.store import ExpertStore
+from hotset.runtime.fills import FillPlanner
+from hotset.runtime.moe import MATCH_TOKENS
+from hotset.runtime.routing import RoutingLog, Traffic
+
+T = TypeVar("T")
+
+
+class Steps:
+    """The steps of one engine.
+
+    Args:
+        store: whose placement a step runs under.
+        log: what the layers tell their routed ids.
+        fills: `None` when no slot is ever filled by a step.
+    """
+
+    def __init__(self, store: ExpertStore, log: RoutingLog, fills: FillPlanner | None) -> None:
+        self._store, self.log, self.fills = store, log, fills
+        self._lock = threading.Lock()
+        self._closed = False
+        shape = (len(store.layers), max(layer.num_experts for layer in store.layers))
+        self._nothing = Wishes.none(shape[0], NUM_VICTIMS, shape[1])
+
+    @property
+    def traffic(self) -> Traffic:
+        """Experts used, hits and link bytes since the start; a copy."""
+        return self.log.total.copy()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Holds every other step, placement or end of the engine back.
+
+        Raises:
+            RequestError: the engine is closed.
+        """
+        with self._lock, torch.inference_mode():
+            if self._closed:
+                raise RequestError("this engine is closed", hint="load the model again")
+            yield
+
+    def close(self) -> None:
+        """Waits for the step that runs; none begins any more."""
+        with self._lock:
+            self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def run(self, num_tokens: int, forward: Callable[[], T]) -> T:
+        """One forward whose layers log what they route, within `exclusive`.
+
+        A step of few tokens may fill slots as it reads; a longer one only tells the policy what
+        it used.
+        """
+        fills = self.fills if num_tokens <= MATCH_TOKENS else None
+        if fills is not None:
+            fills.begin_step()
+        try:
+            result = forward()
+            ids_LN = self.log.take()
+        except BaseException:
+            self.log.drop()
+            if fills is not None:
+                fills.abandon()
+            raise
+        if fills is None and self.fills is not None:
+            self.fills.seed(_counts(ids_LN, self._nothing.admit_LE.shape), num_tokens=num_tokens)
+        self.account(ids_LN, filled=fills is not None)
+        return result
+
+    def account(self, ids_LN: IntArray, *, filled: bool) -> None:
+        """Takes in what a step routed, in the order in which steps ran.
+
+        Args:
+            ids_LN: routed ids of each MoE layer, padding -1.
+            filled: the step ran under the fill planner's wishes.
+        """
+        if filled:
+            assert self.fills is not None
+            matches = self.fills.end_step(ids_LN)
+        else:
+            matches = self.hits(ids_LN)
+        self.log.count(matches)
+
+    def hits(self, ids_LN: IntArray) -> Matches:
+        """What a step that fills nothing uses and hits under the placement as it is."""
+        nothing = self._nothing
+        return self._store.placement.match_step(ids_LN, nothing.victims_LV, nothing.admit_LE)
+
+
+def _counts(ids_LN: IntArray, shape: tuple[int, ...]) -> IntArray:
+    """Uses of each expert, [L, E]."""
+    counts_LE = np.zeros(shape, dtype=np.int64)
+    for layer, ids in enumerate(ids_LN):
+        known = ids[(ids >= 0) & (ids < shape[1])]
+        counts_LE[layer] = np.bincount(known, minlength=shape[1])
+    return counts_LE

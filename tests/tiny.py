@@ -17,15 +17,20 @@ VOCAB = 128
 NUM_LAYERS = 4
 
 # Composite types hold a text model and towers; only the text model is ever run.
-COMPOSITE_MODEL_TYPES = ("glm5_next", "mistral_large4", "muse_spark", "qwen3_5_moe", "qwen3_vl_moe")
+COMPOSITE_MODEL_TYPES = (
+    *("aria", "gemma4", "glm4v_moe", "glm5_next", "kimi_k25", "minimax_m3_vl", "mistral_large4"),
+    *("muse_spark", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
+)
 
 TINY_MODEL_TYPES = (
     *("afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe"),
-    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "ernie4_5_moe", "exaone_moe"),
+    *("deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "ernie4_5_moe"),
+    "exaone_moe",
     *("flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_oss", "granitemoe"),
     *("granitemoe_swa", "granitemoehybrid", "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4"),
     *("inkling_text", "inkling2_text", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2_moe"),
-    *("mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mixtral"),
+    *("mellum", "mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "mistral4"),
+    "mixtral",
     *("nemotron_h", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
     *("solar_open", "zaya"),
     *COMPOSITE_MODEL_TYPES,
@@ -108,6 +113,26 @@ _PER_LAYER = ("layer_types", "mlp_layer_types", "attention_layer_types", "indexe
 
 _OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    # experts beside the dense part are an option; layers differ in their heads by default
+    "gemma4_text": {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "per_layer_config": {},
+    },
+    # sections of the rotary part by axis: half of the head's 8
+    "glm4v_moe_text": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [1, 1, 2],
+        }
+    },
     # its attention layers take no rotary part
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -117,6 +142,15 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     # one attention layer in eight, at offset 4
     "jamba": {"num_hidden_layers": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mistral4": {
+        "qk_head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 512,
+        },
+    },
     "nemotron_h": {
         "layer_types": ["linear_attention", "moe", "full_attention", "moe", "mlp"],
     },
@@ -135,7 +169,9 @@ _VISION_SIZES: dict[str, Any] = {
     "projection_intermediate_size": 32,
     "num_heads": 2,
     "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "head_dim": 16,
+    "position_embedding_size": 16,
     "out_hidden_size": 32,
     "num_position_embeddings": 16,
     "deepstack_visual_indexes": [0],
@@ -148,6 +184,7 @@ def _shrunk(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
 
 def _tiny_text_config(base: Any) -> Any:
     """A configuration of the same class as `base`, made tiny."""
+    base.allow_global_per_layer_attribute_access = True  # sizes may differ by layer
     fields = _shrunk(base, _SIZES)
     fields |= {name: _SIZES[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     # latent attention expands its keys and values to all heads
@@ -163,14 +200,20 @@ def _tiny_text_config(base: Any) -> Any:
     return type(base)(**fields)
 
 
+def _tiny_tower(base: Any) -> Any:
+    return type(base)(**_shrunk(base, _VISION_SIZES))
+
+
 def tiny_config(model_type: str) -> Any:
     """The configuration of a tiny model of that type; a composite one for a composite type."""
     base = AutoConfig.for_model(model_type)
     if model_type not in COMPOSITE_MODEL_TYPES:
         return _tiny_text_config(base)
     towers = {
-        name: type(getattr(base, name))(**_shrunk(getattr(base, name), _VISION_SIZES))
-        for name in base.sub_configs
+        name: _tiny_tower(getattr(base, name) or tower())
+        for name, tower in base.sub_configs.items()
+        # a tower that a type has by default, or sees with
+        if getattr(base, name) is not None or name == "vision_config"
         if name != "text_config"
     }
     text = _tiny_text_config(base.text_config)

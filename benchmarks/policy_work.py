@@ -52,6 +52,7 @@ def row(case: str, figure: str, unit: str, values: list[float]) -> Row:
         p50=round(spread.p50, 1),
         p80=round(spread.p80, 1),
         repeats=spread.repeats,
+        command="OMP_NUM_THREADS=1 python benchmarks/policy_work.py benchmarks/results.jsonl",
     )
 
 

@@ -19,6 +19,7 @@ EXPANDS = "layer 0 computes with what it caches before it attends"
 MORE = "caches more than keys and values"
 REFUSED = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), EXPANDS),
+    **dict.fromkeys(("kimi_k25", "mistral4"), EXPANDS),
     # the keys of an indexer, compressed keys, recurrent states
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"), MORE),
     **dict.fromkeys(("deepseek_v4", "minimax", "zaya", "inkling_text", "inkling2_text"), MORE),
@@ -28,7 +29,7 @@ REFUSED = {
 }
 WINDOWED = {
     *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa"),
-    *("kolibri1", "mimo_v2_flash", "muse_spark"),
+    *("gemma4", "kolibri1", "mimo_v2_flash", "muse_spark"),
 }
 
 

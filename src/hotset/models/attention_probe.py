@@ -237,7 +237,8 @@ def _only_call(index: int, updates: list[_Update]) -> _Attended:
             f"layer {index} computes with what it caches before it attends ({names})"
         )
     if len(update.attended) != 1:
-        raise _RefusedError(f"layer {index} does not attend to what it caches")
+        times = len(update.attended)
+        raise _RefusedError(f"what layer {index} caches is attended to {times} times in a forward")
     (attended,) = update.attended
     unknown = set(unknown_arguments(attended.arguments)) - FORMULA_ARGUMENTS
     if unknown:

@@ -116,7 +116,13 @@ def _with_slots(config: EngineConfig, source: CheckpointWeights) -> EngineConfig
     typer.echo(
         f"using `--vram {format_bytes(vram_bytes)}`: slots for half of the experts", err=True
     )
-    return replace(config, vram_bytes=vram_bytes)
+    # A plan with a budget would share it between slots, context and chunk anew.
+    return replace(
+        config,
+        vram_bytes=vram_bytes,
+        context_tokens=plan.context_tokens,
+        prefill_chunk=plan.prefill_chunk,
+    )
 
 
 def _stock_fits(source: CheckpointWeights) -> bool:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hotset.checkpoint.audit import audit_records
+from hotset.core.errors import RequestError
 from hotset.core.placement import Placement
 from hotset.models.load import quiet_transformers
 from hotset.models.seam import model_class
@@ -54,19 +55,26 @@ def verify(
         source: the checkpoint.
         text_ids: tokens of a text; its first half is the prompt of the greedy checks.
         stock: also compare with transformers' own forward; it loads the whole model in FP32.
+
+    Raises:
+        RequestError: the engine's context is too short.
     """
-    ids = list(text_ids)[: engine.plan.context_tokens - NUM_GREEDY]
+    room = engine.plan.context_tokens - NUM_GREEDY
+    if room < 2:
+        raise RequestError(
+            f"a context of {engine.plan.context_tokens} tokens is too short to verify anything in",
+            hint=f"use `--context {2 * NUM_GREEDY}` or more",
+        )
+    ids = list(text_ids)[:room]
     yield check_records(engine, source)
     yield check_slots(engine)
     yield check_placements(engine, ids)
     yield check_perplexity(engine, ids)
     yield check_repetition(engine, ids[: max(1, len(ids) // 2)])
     if stock:
-        yield check_stock(engine, source, ids)
+        yield from check_stock(engine, source, ids)
     else:
-        yield Check(
-            "stock transformers", None, "not compared: the whole model in FP32 does not fit"
-        )
+        yield Check("stock logits", None, "not compared: the whole model in FP32 does not fit")
 
 
 def check_records(engine: Engine, source: CheckpointWeights) -> Check:
@@ -102,7 +110,7 @@ def check_placements(engine: Engine, ids: list[int]) -> Check:
             names.append(name)
     finally:
         engine.place(before)
-    if not bool(torch.isfinite(reference).all()) if reference is not None else False:
+    if reference is None or not bool(torch.isfinite(reference).all()):
         return Check("placements", False, "logits are not finite")
     return Check("placements", True, f"{len(ids)} tokens bitwise equal with {', '.join(names)}")
 
@@ -152,35 +160,63 @@ def check_repetition(engine: Engine, prompt_ids: list[int]) -> Check:
     return Check("repeated token", len(out) < NUM_GREEDY or len(set(out)) > 1, detail)
 
 
-def check_stock(engine: Engine, source: CheckpointWeights, ids: list[int]) -> Check:
-    """Logits of the text against transformers' own forward with its plain experts loop, in FP32.
+def check_stock(engine: Engine, source: CheckpointWeights, ids: list[int]) -> Iterator[Check]:
+    """A text and a greedy answer against transformers' own forward with its plain experts loop.
 
-    Top tokens must agree wherever the stock margin exceeds the bound. In an FP32 engine the
-    logits themselves must lie within it too; with 16-bit activations they need not, see
-    `logit_bound`.
+    Stock runs in FP32. An FP32 engine must agree within `logit_bound`; with 16-bit activations
+    single logits need not, because a router's near tie may fall the other way, so the two
+    distributions over the next token are compared instead, see `divergence_bound`.
     """
-    want = _stock_logits(source, ids)
+    prompt = ids[: max(1, len(ids) // 2)]
+    steps = engine.generate_ids(prompt, max_tokens=NUM_GREEDY, stop_ids=frozenset())
+    answer = [step.token_id for step in steps]
     got = engine.logits(ids)
-    bound = logit_bound(engine, want)
-    worst = float((got - want).abs().max())
-    top = want.topk(2, dim=-1)
-    clear = (top.values[:, 0] - top.values[:, 1]) > 2 * bound
-    same = got.argmax(dim=-1) == top.indices[:, 0]
-    wrong = int((clear & ~same).sum())
-    ratio = perplexity(got, ids) / perplexity(want, ids)
-    fp32 = engine.geometry.dtype == "float32"
-    ok = wrong == 0 and ((worst <= bound) if fp32 else abs(ratio - 1) < PERPLEXITY_RTOL)
+    model = stock_model(source)
+    yield compare_logits(engine, got, stock_logits(model, ids))
+    after_prompt = stock_logits(model, prompt + answer)[len(prompt) - 1 : -1]
+    yield compare_answer(engine, answer, after_prompt)
+
+
+def compare_logits(engine: Engine, got_TV: torch.Tensor, want_TV: torch.Tensor) -> Check:
+    """Logits of one text, the engine's and stock's."""
+    agree = int((got_TV.argmax(dim=-1) == want_TV.argmax(dim=-1)).sum())
+    top = f"the top token agrees at {agree} of {len(want_TV)} positions"
+    if engine.geometry.dtype == "float32":
+        worst, bound = float((got_TV - want_TV).abs().max()), logit_bound(engine, want_TV)
+        detail = f"logits differ by up to {worst:.3g} (bound {bound:.3g}), {top}"
+    else:
+        worst, bound = divergence(got_TV, want_TV), divergence_bound(engine)
+        detail = f"mean divergence {worst:.3g} nats (bound {bound:.3g}), {top}"
+    return Check("stock logits", worst <= bound, detail)
+
+
+def compare_answer(engine: Engine, answer: list[int], want_TV: torch.Tensor) -> Check:
+    """Greedy tokens, each against stock's logits for its place."""
+    chosen = want_TV.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    behind = want_TV.amax(dim=-1) - chosen
+    same = f"{int((behind == 0).sum())} of {len(answer)} greedy tokens are stock's"
+    if engine.geometry.dtype != "float32":
+        return Check("greedy answer", None, f"{same}; near ties may differ in 16 bits")
+    # Two logits that are each off by the bound may change places.
+    bound = 2 * logit_bound(engine, want_TV)
+    worst = float(behind.max())
     return Check(
-        "stock transformers",
-        ok,
-        f"logits differ by up to {worst:.3g} (bound {bound:.3g}), top token differs at {wrong} of "
-        f"{int(clear.sum())} positions with a clear margin, perplexity ratio {ratio:.5f}",
+        "greedy answer", worst <= bound, f"{same}, at most {worst:.3g} behind (bound {bound:.3g})"
     )
 
 
-# Against FP32, 16-bit activations change a perplexity by a few per mille (measured: 0.1% on a 54M
-# model in BF16); a wrong layer changes it by tens of percents.
-PERPLEXITY_RTOL = 0.02
+def divergence(got_TV: torch.Tensor, want_TV: torch.Tensor) -> float:
+    """Mean Kullback-Leibler divergence of the engine's next token from stock's, nats."""
+    want = torch.log_softmax(want_TV.double(), dim=-1)
+    got = torch.log_softmax(got_TV.double(), dim=-1)
+    return float((want.exp() * (want - got)).sum(dim=-1).mean())
+
+
+def divergence_bound(engine: Engine) -> float:
+    """2 eps. Roundings of size eps enter a divergence squared, but they move a router's choice
+    with a probability of order eps, at the cost of a part of a nat. Measured on two models: 0.04
+    to 0.33 eps in BF16 and FP16; with one layer's gate and up swapped 60 eps."""
+    return 2 * torch.finfo(getattr(torch, engine.geometry.dtype)).eps
 
 
 def logit_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
@@ -195,16 +231,23 @@ def logit_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
     return 4 * eps * math.sqrt(terms) * float(logits_TV.abs().max())
 
 
-def _stock_logits(source: CheckpointWeights, ids: list[int]) -> torch.Tensor:
-    with quiet_transformers(), torch.inference_mode():
+def stock_model(source: CheckpointWeights) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, with its plain experts loop, in FP32 on the CPU."""
+    with quiet_transformers():
         model: PreTrainedModel = model_class(source.config).from_pretrained(
             source.folder,
             dtype=torch.float32,
             experts_implementation="eager",
             local_files_only=True,
         )
-        model.eval()
-        logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    model.eval()
+    return model
+
+
+def stock_logits(model: PreTrainedModel, ids: Sequence[int]) -> torch.Tensor:
+    """Logits after every token of a text, [T, V] float32."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([list(ids)])).logits[0]
     return logits.float()
 
 

@@ -68,7 +68,7 @@ def row(result: Result, *, model: str, domain: str | None, best: float, static: 
         bench="policy_table",
         case=f"{case}, {condition.slots:.4g} slots, {condition.label}",
         figure="hit rate",
-        unit="",
+        unit="share",
         p20=round(rate, 4),
         p50=round(rate, 4),
         p80=round(rate, 4),

@@ -15,7 +15,8 @@ and y(t) is forecast from what is known before token t, and from whether t itsel
 
 a, b and c are least squares over all experts and layers; W is ridge regression on what they leave,
 layer by layer, with features scaled to unit variance and a penalty of PENALTY tokens, so that with
-few tokens the forecast is nearly that of the expert itself.
+few tokens the forecast is nearly that of the expert itself. Fitted to text that is unlike what is
+served, it can be worse than a half-life (docs/log.md): `hotset simulate` tells.
 
 Letters: T tokens, L MoE layers, E experts of the widest layer, C tokens of a chunk, F features.
 """

@@ -23,6 +23,7 @@ FLAGS = {
         *MEMORY,
         *SAMPLING,
         *("--chat", "--json", "--kernels", "--max-tokens", "--no-strict", "--prompt-file"),
+        *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
         "--strict",
     ],
     "hotset plan": [*MEMORY, "--json"],
@@ -34,6 +35,10 @@ FLAGS = {
     "hotset bench": [],
     "hotset bench experts": [
         *("--device", "--hits", "--json", "--kernels", "--layers", "--rows", "--shape", "--tokens")
+    ],
+    "hotset bench decode": [
+        *("--cases", "--context", "--device", "--json", "--layers", "--most-context", "--rows"),
+        *("--shape", "--steps", "--vram"),
     ],
     "hotset bench generate": [
         *("--context", "--device", "--json", "--kernels", "--layers", "--max-tokens"),

@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hotset.cli.options import (
+    Compiled,
     Context,
     Device,
     Dtype,
+    Graphs,
+    HalfLifeOption,
     Json,
     KernelsOption,
     ModelArgument,
+    PolicyOption,
     PrefillChunk,
     Ram,
     Revision,
@@ -44,6 +48,10 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     kernels: KernelsOption = None,
     revision: Revision = None,
     strict: Strict = False,
+    policy: PolicyOption = None,
+    half_life: HalfLifeOption = None,
+    graphs: Graphs = True,
+    compiled: Compiled = True,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
@@ -78,6 +86,10 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
             kernels=kernels,
             revision=revision,
             strict=strict,
+            policy=policy,
+            half_life=half_life,
+            graphs=graphs,
+            compiled=compiled,
         )
     source = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     with loaded as engine:

@@ -38,6 +38,22 @@ KernelsOption = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+PolicyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--policy", help="Who owns a slot: `half-life`, `lru` or `none`. Default: what fits."
+    ),
+]
+HalfLifeOption = Annotated[
+    float | None,
+    typer.Option("--half-life", help="Steps after which a past use counts half. Default: 16."),
+]
+Graphs = Annotated[
+    bool, typer.Option(help="Capture the decode step into one CUDA graph (on a GPU).")
+]
+Compiled = Annotated[
+    bool, typer.Option(help="Fuse what surrounds experts and attention in it (on a GPU).")
+]
 Strict = Annotated[bool, typer.Option(help="Make every path that is not the planned one an error.")]
 
 

@@ -31,6 +31,7 @@ IGNORED_ARGUMENTS = frozenset(
         "use_cache",
         "output_attentions",
         "output_router_logits",
+        "logits_to_keep",  # from a model whose head does not know it
     }
 )
 

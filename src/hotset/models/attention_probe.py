@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 from hotset.core.geometry import AttentionLayer
 from hotset.models.attention import AttentionSwitch, unknown_arguments
 from hotset.models.attention_formula import FORMULA_ARGUMENTS, formula_problem
+from hotset.models.meta import plain_text
 
 _PREFILL, _DECODE = "hotset_probe_prefill", "hotset_probe_decode"
 _PREFILL_TOKENS = 5
@@ -220,7 +221,7 @@ def _check_kinds(model: PreTrainedModel, cache: DynamicCache) -> None:
             raise _RefusedError(f"layer {index} caches more than keys and values ({layer!r})")
     device = next(model.parameters()).device
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    with torch.no_grad():
+    with torch.no_grad(), plain_text():
         own = model(input_ids=ids, use_cache=True).past_key_values
     if type(own) is not DynamicCache:
         raise _RefusedError(f"the model makes a cache of its own kind, `{type(own).__name__}`")

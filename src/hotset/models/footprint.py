@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.experimental import _config as fx_config
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -28,6 +27,7 @@ from transformers.cache_utils import (
 )
 
 from hotset.models.layer_kinds import LayerKinds
+from hotset.models.meta import plain_text
 from hotset.models.seam import bind_experts, experts_modules
 
 # Tokens of the forwards that are measured, after a short context and after a long one. The shortest
@@ -198,11 +198,7 @@ def _forward(
     old and new at once.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device="meta")
-    # Where a model asks for the positions of set mask bits, all are taken as set: the upper bound.
-    all_set = fx_config.patch(  # type: ignore[attr-defined]  # added to the module at run time
-        meta_nonzero_assume_all_nonzero=True
-    )
-    with torch.no_grad(), all_set, _AsOnGpu(), PeakBytes() as peak:
+    with torch.no_grad(), plain_text(), _FusedAttention(), PeakBytes() as peak:
         out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values  # a first call without one lets the model make its own kind
         del out
@@ -240,14 +236,12 @@ def _layer_bytes(cache: Cache, layer: int) -> int:
     return sum(_storages(entries).values())
 
 
-class _AsOnGpu(TorchFunctionMode):
-    """Counts `scaled_dot_product_attention` as one kernel, and answers what meta tensors cannot.
+class _FusedAttention(TorchFunctionMode):
+    """Counts `scaled_dot_product_attention` as one kernel, as it is on a GPU.
 
     Its mask of booleans is made one of floats first, and copied once more where its rows are not
     aligned. The copies are kept until the next call: at the short lengths that are measured the
     peak lies elsewhere, at long ones it lies here.
-
-    A branch on values (are these positions one sequence?) is taken as for a plain text: yes.
     """
 
     _mask: torch.Tensor | None = None
@@ -263,8 +257,6 @@ class _AsOnGpu(TorchFunctionMode):
             if mask is not None and mask.dtype == torch.bool:
                 self._mask = query.new_empty((2, *mask.shape))
             return query.new_empty((*query.shape[:-1], value.shape[-1]))
-        if func is torch.Tensor.__bool__ and args[0].is_meta:
-            return True
         return func(*args, **kwargs)
 
 

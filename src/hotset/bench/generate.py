@@ -11,6 +11,7 @@ from hotset.api import Model
 from hotset.bench.random_weights import RandomWeights
 from hotset.bench.rows import Row, Spread
 from hotset.core.config import EngineConfig
+from hotset.core.units import format_bytes
 from hotset.runtime.engine import Engine
 from hotset.runtime.weights import Progress
 
@@ -29,7 +30,7 @@ def bench_generate(
     The prompt is random ids: a random router spreads them evenly, so the hit rate says nothing
     about real text.
     """
-    budget = "" if config.vram_bytes is None else f", --vram {config.vram_bytes} bytes"
+    budget = "" if config.vram_bytes is None else f", {format_bytes(config.vram_bytes)} of VRAM"
     case = f"{shape}{budget}, {num_prompt} prompt tokens"
     start = time.perf_counter()
     with Model(Engine(source, config, progress=progress)) as model:

@@ -6,7 +6,10 @@ Also the choice of the policy by which slots change hands while decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -90,7 +93,8 @@ class Decoding:
         if on_gpu and not options.graph:
             logger.warning("the decode step is not captured: as set by `--no-graphs` or kernels")
         self.options = options
-        self.step = DecodeStep(
+        self._make = partial(
+            DecodeStep,
             model,
             geometry.layers,
             runners,
@@ -98,10 +102,20 @@ class Decoding:
             size=1,
             sample=sampler,
             attention=self._attention,
-            options=options,
             log=steps.log,
             fills=steps.fills,
         )
+        self.step = self._make(options=options)
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Within the block the same step runs launch by launch, for comparison."""
+        captured = self.step
+        self.step = self._make(options=replace(self.options, graph=False))
+        try:
+            yield
+        finally:
+            self.step = captured
 
     def sequence(self) -> PoolSequence:
         """A new sequence.

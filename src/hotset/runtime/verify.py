@@ -69,6 +69,7 @@ def verify(
     yield check_records(engine, source)
     yield check_slots(engine)
     yield check_placements(engine, ids)
+    yield check_decode(engine, ids[: max(1, len(ids) // 2)])
     yield check_perplexity(engine, ids)
     yield check_repetition(engine, ids[: max(1, len(ids) // 2)])
     if stock:
@@ -113,6 +114,35 @@ def check_placements(engine: Engine, ids: list[int]) -> Check:
     if reference is None or not bool(torch.isfinite(reference).all()):
         return Check("placements", False, "logits are not finite")
     return Check("placements", True, f"{len(ids)} tokens bitwise equal with {', '.join(names)}")
+
+
+def check_decode(engine: Engine, prompt_ids: list[int]) -> Check:
+    """Greedy answers under the same placements, with fills where the policy makes them, and once
+    more with every step launched kernel by kernel instead of replayed; slots audited after each."""
+    before, reference, names = engine.store.placement, None, []
+
+    def differs(name: str) -> str:
+        nonlocal reference
+        found = [t.token_id for t in engine.generate_ids(prompt_ids, max_tokens=NUM_GREEDY)]
+        reference = reference or found
+        names.append(name)
+        wrong = engine.store.audit()
+        if wrong:
+            return f"{name}: {wrong[0]}"
+        return "" if found == reference else f"{name} gives other tokens"
+
+    try:
+        for name, placement in placements(engine):
+            engine.place(placement)
+            if problem := differs(name):
+                return Check("decode", False, problem)
+        if engine.decoding is not None and engine.decoding.step.captured:
+            with engine.decoding.uncaptured():
+                if problem := differs("uncaptured"):
+                    return Check("decode", False, problem)
+    finally:
+        engine.place(before)
+    return Check("decode", True, f"{NUM_GREEDY} greedy tokens equal with {', '.join(names)}")
 
 
 def placements(engine: Engine) -> Iterator[tuple[str, Placement]]:

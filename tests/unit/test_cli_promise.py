@@ -34,7 +34,8 @@ FLAGS = {
     ],
     "hotset bench": [],
     "hotset bench experts": [
-        *("--device", "--hits", "--json", "--kernels", "--layers", "--rows", "--shape", "--tokens")
+        *("--device", "--hits", "--json", "--kernels", "--layers", "--match", "--no-match"),
+        *("--rows", "--shape", "--tokens"),
     ],
     "hotset bench decode": [
         *("--cases", "--context", "--device", "--json", "--layers", "--most-context", "--rows"),

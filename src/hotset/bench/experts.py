@@ -19,8 +19,10 @@ from hotset.bench.timing import capture, time_ms
 from hotset.core.costmodel import Rates
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Placement
+from hotset.core.policy import HalfLife
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
+from hotset.runtime.fills import FillPlanner
 
 # Sets of routed ids that take turns within one captured run.
 NUM_SETS = 3
@@ -33,10 +35,13 @@ class ExpertsCase:
     Attributes:
         hits: share of the routed experts that have a slot.
         num_tokens: tokens of the step.
+        match: run the match rule before and the retargeting behind them too, as a step does that
+            may fill slots. Nothing is wished for, so nothing is filled.
     """
 
     hits: float
     num_tokens: int = 1
+    match: bool = False
 
 
 def bench_experts(
@@ -76,7 +81,8 @@ def bench_experts(
         spread = Spread.of(times)
         yield Row(
             bench="experts",
-            case=f"{shape}, {case.num_tokens} token, {case.hits:.0%} hits, {kernels.name}",
+            case=f"{shape}, {case.num_tokens} token, {case.hits:.0%} hits, {kernels.name}"
+            + (", match" if case.match else ""),
             figure="expert kernels, all layers",
             unit="ms",
             **vars(spread),
@@ -130,14 +136,23 @@ def _time(
     x_TH = torch.randn(case.num_tokens, first.expert.hidden, device=device).to(dtype)
     weights_TK = torch.rand(case.num_tokens, first.top_k, device=device).to(dtype)
     ids = [[torch.from_numpy(ids_TK).to(device) for ids_TK in one] for one in sets]
+    num_experts = [layer.num_experts for layer in store.layers]
+    planner = FillPlanner(HalfLife(num_experts), store) if case.match else None
 
     def run() -> None:
         for one in ids:
             for index, layer in enumerate(store.layers):
+                matched = planner.layers[index] if planner else None
+                if matched is not None:
+                    kernels.match(one[index], matched)
                 y_TKH = kernels.expert_outputs(
-                    x_TH, one[index], store.table.row(index), layer.expert
+                    x_TH,
+                    one[index],
+                    store.table.row(index),
+                    layer.expert,
+                    fill_E=matched.fill_E if matched else None,
                 )
-                kernels.combine(y_TKH, weights_TK, dtype)
+                kernels.combine(y_TKH, weights_TK, dtype, matched=matched)
 
     replay = capture(run, device=device)
     return [t / len(sets) for t in time_ms(replay, device=device, repeats=repeats)]

@@ -42,6 +42,7 @@ def experts(
         str, typer.Option(help="Shares of routed experts that have a slot.")
     ] = "0,0.5,0.9,1",
     tokens: Annotated[str, typer.Option(help="Tokens of a step.")] = "1",
+    match: Annotated[bool, typer.Option(help="With the match rule, as a step that fills.")] = False,
     rows: Rows = None,
     as_json: Json = False,
 ) -> None:
@@ -72,7 +73,7 @@ def experts(
         found = bench_experts(
             store,
             select_kernels(where, kernels),
-            [ExpertsCase(hits=h, num_tokens=int(t)) for h, t in cases],
+            [ExpertsCase(hits=h, num_tokens=int(t), match=match) for h, t in cases],
             shape=shape,
         )
         _report(found, file=rows, as_json=as_json)

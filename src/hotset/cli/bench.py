@@ -32,7 +32,7 @@ Rows = Annotated[Path | None, typer.Option("--rows", help="Append the rows to th
 
 
 @app.command()
-def experts(
+def experts(  # noqa: PLR0913 - one parameter for each flag
     *,
     shape: Shape = "qwen3-30b-a3b",
     layers: Layers = None,

@@ -104,6 +104,7 @@ class DecodeStep:
         self.batch = DecodeBatch(pool, size, kernels=attention)
         self.token_B1 = torch.zeros((size, 1), dtype=torch.int64, device=device)
         self._model, self._runners = model, list(runners)
+        self._modules = list(experts_modules(model).values())
         self._cache, self._switch = KVCache(self.batch), AttentionSwitch(model)
         self._sample, self._log, self._before = sample, log, before
         self.fills, self.captured = fills, options.graph
@@ -167,6 +168,16 @@ class DecodeStep:
             ids_LN=values[2 * size :].reshape(-1, self._width),
         )
 
+    def abandon(self) -> None:
+        """Forgets what is in flight, after a step broke off: it may have run in part.
+
+        Slots and table are mended; the rows are not, so close them.
+        """
+        self._in_flight.clear()
+        self._log.drop()
+        if self.fills is not None:
+            self.fills.abandon()
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
@@ -174,7 +185,8 @@ class DecodeStep:
     def _make(self, options: DecodeOptions) -> Callable[[], None]:
         """The step as a callable, captured where that is asked for.
 
-        While a graph is made the rows are padding: nothing is read, routed or written for them.
+        While a graph is made the rows are empty and no wishes are in force, so that these runs
+        leave neither keys nor fills behind.
         """
         run = self._run if options.layers is None else self._run_compiled
         if not options.graph:
@@ -218,13 +230,12 @@ class DecodeStep:
 
     @contextmanager
     def _watched_experts(self) -> Iterator[None]:
-        modules = list(experts_modules(self._model).values())
-        for index, module in enumerate(modules):
+        for index, module in enumerate(self._modules):
             bind_experts(module, self._watched(index))
         try:
             yield
         finally:
-            for module, runner in zip(modules, self._runners, strict=True):
+            for module, runner in zip(self._modules, self._runners, strict=True):
                 bind_experts(module, runner)
 
     def _watched(self, index: int) -> ExpertsFunction:

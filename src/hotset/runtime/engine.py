@@ -234,10 +234,11 @@ class Engine:
         for chunk in self._forwards(ids, self.plan.prefill_chunk):
             logits = self._forward(sequence, chunk, num_logits=1)
         with self.steps.exclusive():
-            self.sampler.start(0, sampling)
-            token = self.sampler.draw(logits[-1])
+            sampler = self.sampler
+            sampler.start(0, sampling)
+            token = sampler.draw(logits[-1])
         yield token
-        yield from self._decoded(sequence.tokens(token, num_tokens - 1, self.sampler))
+        yield from self._decoded(sequence.tokens(token, num_tokens - 1, sampler))
 
     def _decoded(self, tokens: Iterator[int]) -> Iterator[int]:
         with self._room_for_step(1):
@@ -294,7 +295,7 @@ class Engine:
         """Changes which experts have slots, between steps. No output changes by a bit.
 
         Raises:
-            RequestError: the engine is closed.
+            RequestError: the engine is closed, or an answer has queued a step that fills slots.
         """
         self._check_open()
         with self.steps.exclusive():
@@ -316,7 +317,8 @@ class Engine:
         if hasattr(self, "steps"):
             self.steps.close()
         self.store.close()  # waits for what the device still has queued
-        for name in ("decoding", "steps", "model", "store", "_runners", "sampler"):
+        # `steps` stays: it refuses what still comes, and has the counts.
+        for name in ("decoding", "model", "store", "_runners", "sampler"):
             self.__dict__.pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -7,6 +7,7 @@ why decoding ends, and what tokens mean, is the engine's business.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -130,7 +131,7 @@ class PoolSequence:
             decode.start([self._row], [first])
         try:
             for count in range(num_tokens):
-                with self._steps.exclusive():
+                with self._unbroken():
                     while launched < min(num_tokens, count + ahead):
                         decode.launch()
                         launched += 1
@@ -145,8 +146,19 @@ class PoolSequence:
             if self._steps.closed:
                 self._decode.finish()
             else:
-                with self._steps.exclusive():
+                with self._unbroken():
                     self._finish()
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Holds others back, and lets nothing of a step that breaks off stay in flight: books that
+        miss a step would call slots by wrong names ever after."""
+        with self._steps.exclusive():
+            try:
+                yield
+            except BaseException:
+                self._decode.abandon()
+                raise
 
     def _finish(self) -> tuple[int, bool]:
         result = self._decode.finish()

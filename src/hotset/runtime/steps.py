@@ -59,9 +59,11 @@ class Steps:
             yield
 
     def close(self) -> None:
-        """Waits for the step that runs; none begins any more."""
+        """Waits for the step that runs; none begins any more. Lets go of slots and arena."""
         with self._lock:
             self._closed = True
+            self.fills = None
+            del self._store
 
     @property
     def closed(self) -> bool:

@@ -1,0 +1,81 @@
+"""What a step leaves behind that broke off halfway, and an engine that ends under an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import hotset
+from hotset.core.errors import RequestError
+from hotset.runtime.engine import Engine
+
+PROMPT, NUM_TOKENS = list(range(3, 20)), 12
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """Fills slots as it reads: about half of the experts have one."""
+    with hotset.load("pocket", device="cpu", vram="84MiB", context=256) as model:
+        assert 0 < model.plan.num_slots < model.engine.geometry.num_records
+        assert model.engine.policy.moves
+        yield model.engine
+
+
+def answer(engine: Engine) -> list[int]:
+    steps = engine.generate_ids(PROMPT, max_tokens=NUM_TOKENS, stop_ids=frozenset())
+    return [step.token_id for step in steps]
+
+
+def break_off(engine: Engine, call: int) -> Callable[[], None]:
+    """Makes the last MoE layer fail the `call`-th time; returns what ends that."""
+    runner, count, combine = engine._runners[-1], 0, engine.kernels.combine
+
+    class Failing:
+        def __getattr__(self, name: str) -> object:
+            return getattr(engine.kernels, name)
+
+        def combine(self, *args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            if count == call:
+                raise KeyboardInterrupt
+            return combine(*args, **kwargs)  # type: ignore[arg-type]
+
+    runner._kernels = Failing()  # type: ignore[assignment]
+
+    def mend() -> None:
+        runner._kernels = engine.kernels
+
+    return mend
+
+
+@pytest.mark.parametrize("call", [1, 4], ids=["prefill", "decode"])
+def test_a_step_that_breaks_off_leaves_nothing(engine: Engine, call: int) -> None:
+    expected = answer(engine)
+    mend = break_off(engine, call)
+    with pytest.raises(KeyboardInterrupt):
+        answer(engine)
+    mend()
+    assert engine.store.audit() == []
+    engine.place(engine.store.placement)  # refused while a step counts as queued
+    assert answer(engine) == expected
+    assert engine.store.audit() == []
+
+
+def test_books_that_miss_a_step_are_found(engine: Engine) -> None:
+    """The control: what `abandon` spares the test above."""
+    engine.decoding.step.abandon = engine.steps.log.drop  # type: ignore[union-attr, method-assign]
+    break_off(engine, 4)
+    with pytest.raises(KeyboardInterrupt):
+        answer(engine)
+    assert engine.store.audit() != []
+
+
+def test_an_answer_of_a_closed_engine_fails_in_words(engine: Engine) -> None:
+    steps = engine.generate_ids(PROMPT, max_tokens=NUM_TOKENS)
+    next(steps)
+    engine.close()
+    with pytest.raises(RequestError, match="closed"):
+        next(steps)
+    assert engine.traffic.steps == 1

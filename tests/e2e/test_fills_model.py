@@ -18,6 +18,7 @@ from hotset.models.seam import bind_experts, experts_modules
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.steps import Steps
 from tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def _generate(weights: RandomWeights, store: ExpertStore, planner: FillPlanner |
             layer, module, store=store, kernels=ReferenceKernels(), log=log, fills=fills
         )
         bind_experts(module, runner)
-    ids, cache = PROMPT, None
+    books, ids, cache = Steps(store, log, None), PROMPT, None
     for _ in range(NUM_TOKENS):
         if planner:
             planner.begin_step()
@@ -69,7 +70,7 @@ def _generate(weights: RandomWeights, store: ExpertStore, planner: FillPlanner |
             log.count(matches)
             found.num_fills += len(matches)
         else:
-            log.finish(store.placement)
+            books.account(log.take(), filled=False)
         cache, logits_V = out.past_key_values, out.logits[0, -1]
         found.logits.append(logits_V)
         found.tokens.append(int(logits_V.argmax()))

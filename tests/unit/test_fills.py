@@ -22,6 +22,7 @@ from hotset.kernels.match_reference import LayerMatch
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MATCH_TOKENS, MoERunner
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.steps import Steps
 
 NUM_EXPERTS, TOP_K = (8, 6), 3
 COUNTS = list(NUM_EXPERTS)
@@ -307,27 +308,12 @@ def test_counts_equal_those_of_an_unmatched_step() -> None:
     ids = random_ids(np.random.default_rng(3), 4)
     engine = Engine(Lru(COUNTS))
     engine.run(ids)
-    engine.log.finish(resident(engine.store, {0: [0, 1, 2], 1: [0, 1]}))
+    Steps(engine.store, engine.log, None).account(engine.log.take(), filled=False)
     plain = engine.log.total.copy()
     engine = Engine(Lru(COUNTS))
     engine.step(ids)
     assert engine.log.total == plain
     assert plain.link_bytes > 0
-
-
-def test_ids_may_come_layer_by_layer() -> None:
-    ids, slots = random_ids(np.random.default_rng(3), 4), []
-    for by_layer in (False, True):
-        engine = Engine(Lru(COUNTS))
-        assert engine.planner is not None
-        engine.planner.begin_step()
-        engine.run(ids)
-        ids_LN = engine.log.take()
-        rows = [np.unique(row[row >= 0]) for row in ids_LN]
-        engine.planner.end_step(rows if by_layer else ids_LN)
-        engine.check()
-        slots.append(engine.store.placement.slot_of)
-    assert np.array_equal(*slots)
 
 
 def test_a_prompt_changes_wishes_but_no_owner() -> None:

@@ -14,6 +14,7 @@ from hotset.core.placement import Placement
 from hotset.experts.slots import POISON
 from hotset.experts.store import ExpertStore
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.steps import Steps
 
 SMALL, LARGE = expert(), expert(72, 28)
 RECORD = SMALL.record_bytes
@@ -249,13 +250,13 @@ def test_the_log_counts_what_crossed_the_link() -> None:
     x_TH, _, weights_TK = routed(store, 3)
     ids_TK = torch.tensor([[0, 1, 8, 8], [0, 9, -1, 16], [2, 1, 0, 9]])  # 16 and -1 are padding
     run(x_TH, ids_TK, weights_TK)
-    used = log.finish(store.placement)
-    assert [layer.tolist() for layer in used] == [[0, 1, 2, 8, 9]]
+    steps = Steps(store, log, None)
+    steps.account(log.take(), filled=False)
     total = log.total
     assert (total.steps, total.used, total.hits) == (1, 5, 3)
     assert total.link_bytes == 2 * RECORD
     assert total.hit_rate == 0.6
-    log.finish(store.placement)
+    steps.account(log.take(), filled=False)
     assert (total.steps, total.used) == (2, 5), "a step is counted once"
 
 

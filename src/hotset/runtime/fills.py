@@ -9,9 +9,7 @@ they say against its own table.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from hotset.core.placement import Matches
@@ -72,17 +70,16 @@ class FillPlanner:
         self._running.append(self._buffers.send())
         self._store.steps_in_flight += 1
 
-    def end_step(self, ids: IntArray | Sequence[IntArray]) -> Matches:
+    def end_step(self, ids_LN: IntArray) -> Matches:
         """Takes in what the oldest running step routed: mirror, policy and the next wishes follow.
 
         Args:
-            ids: routed ids of all its tokens, [L, N] or N_l of each layer in turn. Order, repeats
-                and padding outside 0..E-1 do not matter.
+            ids_LN: routed ids of all its tokens. Order, repeats and padding outside 0..E-1 do not
+                matter.
 
         Returns:
             What the device filled in that step, and what the step routed and hit.
         """
-        ids_LN = ids if isinstance(ids, np.ndarray) else _padded(ids)
         wishes = self._buffers.sent(self._running.popleft())
         matches = self._store.placement.match_step(ids_LN, wishes.victims_LV, wishes.admit_LE)
         self._store.adopt(matches)
@@ -109,11 +106,3 @@ class FillPlanner:
         # as they are until the step before the last has ended.
         if all(number == self._buffers.number for number in self._running):
             self._policy.wishes(self._store.placement, out=self._buffers.stage())
-
-
-def _padded(ids: Sequence[IntArray]) -> IntArray:
-    """[L, N] of rows of different length, padded with -1."""
-    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    ids_LN = np.full((len(ids), max(1, int(lengths.max(initial=0)))), -1, dtype=np.int64)
-    ids_LN[np.arange(ids_LN.shape[1]) < lengths[:, None]] = np.concatenate(ids)
-    return ids_LN

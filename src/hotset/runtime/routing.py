@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from hotset.core.geometry import MoELayer
-from hotset.core.placement import Matches, Placement
+from hotset.core.placement import Matches
 
 
 @dataclass
 class Traffic:
-    """Counts since the engine started, or since `reset`.
+    """Counts since the engine started.
 
     Attributes:
         steps: forward passes.
@@ -66,30 +66,8 @@ class RoutingLog:
         """Notes what a layer routed; the tensor must not be written afterwards."""
         self._pending.append((layer, ids_TK))
 
-    def finish(self, placement: Placement) -> list[np.ndarray]:
-        """Ends the step: fetches the ids and counts them against the placement it ran under.
-
-        Returns:
-            Distinct routed experts of each MoE layer, ascending, padding ids dropped.
-        """
-        used = [np.empty(0, dtype=np.int64) for _ in self._layers]
-        for layer, ids_TK in self._fetch():
-            known = ids_TK[(ids_TK >= 0) & (ids_TK < self._layers[layer].num_experts)]
-            used[layer] = np.union1d(used[layer], known)
-        self.total.steps += 1
-        for layer, experts in enumerate(used):
-            hits = int(placement.resident[layer, experts].sum())
-            self.total.used += len(experts)
-            self.total.hits += hits
-            record_bytes = self._layers[layer].expert.record_bytes
-            self.total.link_bytes += (len(experts) - hits) * record_bytes
-        return used
-
     def take(self) -> np.ndarray:
-        """Ends a step that may have filled slots: its routed ids, [L, N] int32, padded with -1.
-
-        For `FillPlanner.end_step`, whose result `count` takes.
-        """
+        """Ends the step: its routed ids, [L, N] int32, padded with -1."""
         parts = self._fetch()
         assert len({layer for layer, _ in parts}) == len(parts), "a layer ran twice in a step"
         width = max((len(ids) for _, ids in parts), default=1)
@@ -99,7 +77,7 @@ class RoutingLog:
         return ids_LN
 
     def count(self, matches: Matches) -> None:
-        """Counts what such a step used and hit."""
+        """Counts what a step used and hit, each expert once in a layer."""
         used_L = np.count_nonzero(matches.routed_LN, axis=1)
         hits_L = np.count_nonzero(matches.hit_LN, axis=1)
         self.total.steps += 1

@@ -197,7 +197,6 @@ class Charges:
         )
         yield from self._cache(sizes.context_tokens)
         yield from self._workspace_lines(sizes)
-        yield Line("graph pools", 0, "decode runs without CUDA graphs")
         if self.on_cuda:
             yield Line("CUDA context", CUDA_CONTEXT_BYTES, "the driver's, and loaded kernels")
             yield Line("headroom", HEADROOM_BYTES + self._churn(sizes), _headroom_note())
@@ -238,14 +237,17 @@ class Charges:
 
     def _cache(self, context_tokens: int) -> Iterator[Line]:
         yield Line("KV cache", self.cache_bytes(context_tokens), f"{context_tokens} tokens")
-        # The cache grows by concatenation, layer by layer, keys and values in turn: while one is
-        # copied, the old one is still there. An average layer's both are charged; where only
+        # The library's cache grows by concatenation, layer by layer, keys and values in turn: while
+        # one is copied, the old one is still there. Over a pool the same happens to what a later
+        # chunk of a prompt sees of earlier ones. An average layer's both are charged; where only
         # every fourth layer grows, one layer's keys are twice that, and headroom has the rest.
         growing = self.geometry.kv_bytes_per_token * context_tokens
         yield Line(
-            "KV growth",
+            "KV copies",
             -(-growing // self.geometry.num_layers),
-            "one layer's cache twice while it is extended",
+            "one layer's cache twice, while a later chunk is joined to it"
+            if self.geometry.attention
+            else "one layer's cache twice, while it is extended",
         )
 
     def _workspace_lines(self, sizes: Sizes) -> Iterator[Line]:

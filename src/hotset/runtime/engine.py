@@ -160,17 +160,23 @@ class Engine:
         own cache."""
         reason = self.geometry.attention_reason
         if not reason:
-            return Decoding(
-                self.model,
-                self._runners,
-                steps=self.steps,
-                sampler=self.sampler,
-                geometry=self.geometry,
-                plan=self.plan,
-                config=self.config,
-                device=self.device,
-                triton=self.kernels.name == "triton",
+            room = explain_out_of_memory(
+                f"the KV cache ({format_bytes(self.plan.device['KV cache'])}) and the decode step",
+                hint="something else took memory since the plan was made; set a smaller "
+                "`--context` or `--vram`",
             )
+            with room:
+                return Decoding(
+                    self.model,
+                    self._runners,
+                    steps=self.steps,
+                    sampler=self.sampler,
+                    geometry=self.geometry,
+                    plan=self.plan,
+                    config=self.config,
+                    device=self.device,
+                    triton=self.kernels.name == "triton",
+                )
         if self.device.type == "cuda":
             said = f"decode runs launch by launch in the library's cache: {reason}"
             if self.config.strict:

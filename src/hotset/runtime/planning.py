@@ -26,7 +26,7 @@ def plan_engine(geometry: ModelGeometry, config: EngineConfig) -> tuple[Machine,
     """The machine as it is now, and the plan for a model on it; whether it fits is in the plan."""
     machine = probe_machine(config.device)
     request = PlanRequest.from_config(config)
-    spaces = [*_workspaces(geometry, on_cuda=machine.device == "cuda")]
+    spaces = [*_workspaces(geometry, config, on_cuda=machine.device == "cuda")]
     return machine, make_plan(geometry, machine, request, workspaces=spaces)
 
 
@@ -49,14 +49,19 @@ def _rounding(geometry: ModelGeometry) -> int:
     return max(0, pool - geometry.kv_bytes_per_token * context - geometry.kv_fixed_bytes)
 
 
-def _workspaces(geometry: ModelGeometry, *, on_cuda: bool) -> Iterator[Workspace]:
+def _workspaces(
+    geometry: ModelGeometry, config: EngineConfig, *, on_cuda: bool
+) -> Iterator[Workspace]:
     yield Workspace("logits", "of a text, a part at a time", fixed_bytes=LOGITS_BYTES)
     if geometry.attention:
         yield Workspace("KV blocks", "rounding up to whole blocks", fixed_bytes=_rounding(geometry))
-        if on_cuda:
-            yield Workspace(
-                "decode graph", "activations of the captured step", fixed_bytes=GRAPH_BYTES
-            )
+    if on_cuda:
+        captured = geometry.attention and config.graphs and config.kernels != "reference"
+        yield Workspace(
+            "graph pools",
+            "kept by the captured decode step" if captured else "decode is not captured",
+            fixed_bytes=GRAPH_BYTES if captured else 0,
+        )
     normed = [layer for layer in geometry.layers if layer.has_post_norm]
     if normed:
         # Expert outputs once more in the model's dtype, normed, and back in float32.

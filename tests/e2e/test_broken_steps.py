@@ -1,7 +1,8 @@
-"""What a step leaves behind that broke off halfway, and an engine that ends under an answer."""
+"""What a step leaves behind that broke off halfway, and what an engine does that was closed."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -79,3 +80,12 @@ def test_an_answer_of_a_closed_engine_fails_in_words(engine: Engine) -> None:
     with pytest.raises(RequestError, match="closed"):
         next(steps)
     assert engine.traffic.steps == 1
+
+
+def test_a_closed_engine_holds_nothing(engine: Engine) -> None:
+    answer(engine)
+    assert engine.decoding is not None
+    held = [weakref.ref(part) for part in (engine.model, engine.store, engine.decoding.pool)]
+    assert all(part() is not None for part in held)
+    engine.close()
+    assert [part() for part in held] == [None, None, None]

@@ -6,6 +6,7 @@ modules' business; this one decides what runs in a step, and gives everything ba
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Generator, Iterator
@@ -315,7 +316,8 @@ class Engine:
     def close(self) -> None:
         """Gives slots, resident weights and page-locked memory back. Safe to call twice.
 
-        Waits for the step that another thread runs; the answer it belongs to then fails.
+        Waits for the step that another thread runs; the answer it belongs to then fails. What an
+        answer that was not finished holds goes with its iterator.
         """
         if self._closed:
             return
@@ -326,6 +328,7 @@ class Engine:
         # `steps` stays: it refuses what still comes, and has the counts.
         for name in ("decoding", "model", "store", "_runners", "sampler"):
             self.__dict__.pop(name, None)
+        gc.collect()  # modules and steps hold methods of their own: reference counts keep them
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -1,0 +1,106 @@
+"""Tiny checkpoints of every architecture, their engines, and the stock models beside them.
+
+A checkpoint is saved as it is published and loaded twice: by hotset, and by stock transformers with
+its plain experts loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hotset.core.config import EngineConfig
+from hotset.core.units import MIB
+from hotset.models.load import quiet_transformers
+from hotset.models.seam import model_class
+from hotset.runtime.engine import Engine
+from hotset.runtime.planning import plan_engine
+from hotset.runtime.verify import logit_bound
+from hotset.runtime.weights import CheckpointWeights
+from tiny import VOCAB, save_tiny
+from vocabulary import save_words
+
+# In every run: plain, other key names, interleaved with biases, latents with groups of experts and
+# a dense first layer, linear attention, a correction bias with a dense first layer.
+SIX = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "glm4_moe")
+
+CONTEXT = 64
+
+# The longest period of a recurrence that stock code computes as a block.
+PERIOD = 64
+
+
+@dataclass
+class Family:
+    """One checkpoint on disk.
+
+    Attributes:
+        folder: of the checkpoint.
+        source: hotset's view of it.
+    """
+
+    folder: Path
+    source: CheckpointWeights
+
+    def engine(self, *, share: float = 0.5, **options: object) -> Engine:
+        """An engine on the CPU with slots for this share of the experts, free ones poisoned."""
+        config = EngineConfig(model=str(self.folder), device="cpu", poison=True)
+        config = replace(config, context_tokens=CONTEXT, prefill_chunk=CONTEXT)
+        config = replace(config, **options)  # type: ignore[arg-type]
+        _, plan = plan_engine(self.source.geometry, config)
+        experts = int(share * self.source.geometry.expert_bytes)
+        return Engine(self.source, replace(config, vram_bytes=plan.device.total_bytes + experts))
+
+    def with_dtype(self, dtype: str) -> Family:
+        return Family(self.folder, CheckpointWeights(str(self.folder), dtype=dtype))
+
+    def stock(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """Stock transformers with the plain experts loop."""
+        with quiet_transformers():
+            model: PreTrainedModel = model_class(self.source.config).from_pretrained(
+                self.folder, dtype=dtype, experts_implementation="eager", local_files_only=True
+            )
+        return model.eval()
+
+
+def make_family(model_type: str, folder: Path, **options: object) -> Family:
+    """Saves a tiny checkpoint with a tokenizer and opens it."""
+    with quiet_transformers():
+        save_tiny(model_type, folder, max_shard_size=4 * MIB, **options)  # type: ignore[arg-type]
+    save_words(folder, vocab=VOCAB)
+    return Family(folder, CheckpointWeights(str(folder)))
+
+
+def text(num_tokens: int, seed: int = 1) -> list[int]:
+    """Random ids without the special ones."""
+    source = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(3, VOCAB, (num_tokens,), generator=source).tolist()
+    return ids
+
+
+def stock_logits(model: PreTrainedModel, ids: list[int]) -> torch.Tensor:
+    """[T, V] float32 of one forward over a text.
+
+    With the cache that the model makes itself: it is what an engine uses, and a few architectures
+    pick other code for it.
+    """
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=True).logits[0]
+    return logits.float()
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left.float() - right.float()).abs().max())
+
+
+def continuation_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
+    """How far a text in several forwards may be from the text in one.
+
+    Attention sums in another order: `logit_bound`. Recurrent layers compute a block of up to
+    `PERIOD` tokens through a triangular inverse and a single token directly; every token of the
+    block takes up the roundings of those before it, which add up as their square root.
+    """
+    return PERIOD**0.5 * logit_bound(engine, logits_TV)

@@ -7,6 +7,7 @@ its plain experts loop.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -64,6 +65,30 @@ class Family:
                 self.folder, dtype=dtype, experts_implementation="eager", local_files_only=True
             )
         return model.eval()
+
+
+@dataclass
+class Pocket(Family):
+    """The embedded model.
+
+    Attributes:
+        ids: 257 tokens of a text.
+        stock_model: in FP32, with the plain experts loop.
+        want_TV: its logits of the text.
+    """
+
+    ids: list[int]
+    stock_model: PreTrainedModel
+    want_TV: torch.Tensor
+
+
+def open_pocket() -> Pocket:
+    """The embedded model in FP32."""
+    source = CheckpointWeights("pocket", dtype="float32")
+    sample = (resources.files("hotset") / "data" / "verify.txt").read_text(encoding="utf-8")
+    family = Family(source.folder, source)
+    ids, stock = source.text.encode(sample)[:257], family.stock()
+    return Pocket(family.folder, source, ids, stock, stock_logits(stock, ids))
 
 
 def make_family(model_type: str, folder: Path, **options: object) -> Family:

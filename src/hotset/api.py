@@ -86,8 +86,8 @@ def load(
         model: hub id, local folder, or `pocket`, the small model inside the package.
         progress: called with (expert bytes loaded, expert bytes in all) while loading.
         options: `vram` and `ram` (bytes or text such as `8GiB`), `context`, and every other field
-            of `EngineConfig`: `device`, `dtype`, `prefill_chunk`, `kernels`, `poison`, `strict`,
-            `revision`.
+            of `EngineConfig`: `device`, `dtype`, `prefill_chunk`, `kernels`, `policy`, `half_life`,
+            `graphs`, `compiled`, `poison`, `strict`, `revision`.
 
     Raises:
         ConfigError: an unknown option or a bad value.

@@ -291,3 +291,6 @@ def test_wrong_parameters_are_refused(name, options, text):
 def test_static_policies_need_a_profile():
     with pytest.raises(ConfigError, match="policy `static-uniform` needs a profile"):
         make_policy("static-uniform", num_experts=[4]).initial(SlotPools.uniform([4], [2]))
+    with pytest.raises(ConfigError, match="policy `static-global` needs a profile"):
+        make_policy("static-global", num_experts=[4]).check_ready()
+    make_policy("half-life", num_experts=[4]).check_ready()

@@ -46,9 +46,7 @@ NO_PROFILE = "none"
 
 
 def simulate(  # noqa: PLR0913 - one parameter for each flag
-    trace: Annotated[
-        Path, typer.Argument(help="Trace file of `hotset profile`, or an .npz archive.")
-    ],
+    trace: Annotated[Path, typer.Argument(help="Trace file, or an .npz archive of expert ids.")],
     *,
     slots: Annotated[
         str, typer.Option(help="Fractions of the experts that have a slot, separated by commas.")

@@ -30,10 +30,11 @@ class EngineConfig:
         context_tokens: longest prompt + answer; auto: the model's, capped by what fits.
         prefill_chunk: most prompt tokens in one forward; auto: by the planner.
         kernels: force `triton` or `reference`; auto: `triton` on CUDA.
-        policy: who should own a slot, a name of `core.policy.POLICIES`; auto: `half-life`.
+        policy: who should own a slot, a name of `core.policy.POLICIES`; auto: `half-life`, or
+            `none` where no slot can change hands (there are none, or one for every expert).
         half_life: engine steps after which a past use counts half; auto: the policy's default.
-        graphs: capture the decode step into one CUDA graph.
-        compiled: fuse what surrounds experts and attention in a captured step.
+        graphs: capture the decode step into one CUDA graph; on a CPU there is none.
+        compiled: fuse what surrounds experts and attention in a decode step of Triton kernels.
         poison: fill free slots with NaN (debugging; `verify` sets it).
         strict: a path that is not the planned one is an error instead of one warning.
         revision: Hub revision.

@@ -108,7 +108,7 @@ class Profile:
         if differences:
             raise ConfigError(
                 f"{name} is of another model: {', '.join(differences)}",
-                hint="make one for this model with `hotset profile`",
+                hint="make one of a trace of this model",
             )
 
     def merge(self, others: Sequence[Profile]) -> Profile:

@@ -209,7 +209,7 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
     else:
         raise CheckpointError(
             f"`{path}` is not a trace: it begins with {magic!r}",
-            hint="traces are made by `hotset profile`, or are .npz archives of expert ids",
+            hint="a trace is a file of this package's own, or an .npz archive of expert ids",
         )
     if num_experts is not None and set(trace.num_experts) != {num_experts}:
         raise ConfigError(f"`{path}` has {max(trace.num_experts)} experts, not {num_experts}")

@@ -40,11 +40,13 @@ def choose_policy(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfi
     """
     movable = 0 < plan.num_slots < geometry.num_records
     name = config.policy or (HalfLife.name if movable or config.half_life else NoPolicy.name)
-    return make_policy(
+    policy = make_policy(
         name,
         num_experts=[layer.num_experts for layer in geometry.layers],
         half_life=config.half_life,
     )
+    policy.check_ready()  # now, and not when the weights are loaded
+    return policy
 
 
 class Decoding:

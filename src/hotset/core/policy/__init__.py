@@ -82,7 +82,7 @@ def make_policy(
         if forecast is None:
             raise ConfigError(
                 f"policy `{name}` needs a profile with a forecast",
-                hint=f"make one with `hotset profile`, or use `{HalfLife.name}`",
+                hint=f"use `{HalfLife.name}`, which needs none",
             )
         return ForecastPolicy(
             num_experts, forecast=forecast, prior_LE=prior_LE, num_victims=num_victims

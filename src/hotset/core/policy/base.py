@@ -68,6 +68,8 @@ class Policy(ABC):
     name: ClassVar[str]
     moves: ClassVar[bool] = True
     """Whether it ever wishes for anything; the device need not match for one that never does."""
+    needs_prior: ClassVar[bool] = False
+    """Whether `initial` means nothing without a prior."""
 
     def __init__(
         self,
@@ -89,6 +91,18 @@ class Policy(ABC):
                     "it must hold one value of at least 0 per layer and expert"
                 )
         self.prior_LE = prior_LE
+
+    def check_ready(self) -> None:
+        """Makes sure that `initial` will have what it needs.
+
+        Raises:
+            ConfigError: it needs a profile and has none.
+        """
+        if self.needs_prior and self.prior_LE is None:
+            raise ConfigError(
+                f"policy `{self.name}` needs a profile",
+                hint="use `half-life`, which needs none",
+            )
 
     def initial(self, pools: SlotPools, *, slots_per_layer: IntArray | None = None) -> BoolArray:
         """Experts that should own a slot before anything was routed, [L, E] bool.

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hotset.core.errors import ConfigError
 from hotset.core.placement import Placement
-from hotset.core.policy.base import FloatArray, Policy, Wishes
+from hotset.core.policy.base import Policy, Wishes
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 
 
@@ -30,14 +29,6 @@ class FixedPolicy(Policy):
         wishes.admit_LE[:] = 0
         return wishes
 
-    def _profile(self) -> FloatArray:
-        if self.prior_LE is None:
-            raise ConfigError(
-                f"policy `{self.name}` needs a profile",
-                hint="give one, or use `half-life`, which needs none",
-            )
-        return self.prior_LE
-
 
 class NoPolicy(FixedPolicy):
     """No hot set: every record is read where it lies."""
@@ -52,9 +43,10 @@ class StaticUniform(FixedPolicy):
     """The most used experts of a profile, the same number in each layer."""
 
     name = "static-uniform"
+    needs_prior = True
 
     def initial(self, pools: SlotPools, *, slots_per_layer: IntArray | None = None) -> BoolArray:
-        self._profile()
+        self.check_ready()
         return super().initial(pools, slots_per_layer=slots_per_layer)
 
 
@@ -65,10 +57,13 @@ class StaticGlobal(FixedPolicy):
     """
 
     name = "static-global"
+    needs_prior = True
 
     def initial(self, pools: SlotPools, *, slots_per_layer: IntArray | None = None) -> BoolArray:
+        self.check_ready()
+        assert self.prior_LE is not None
         beyond = np.arange(self.shape[1]) >= self.num_experts[:, None]
-        rank = np.where(beyond, -np.inf, self._profile())
+        rank = np.where(beyond, -np.inf, self.prior_LE)
         marked = np.zeros(self.shape, dtype=np.bool_)
         for index, pool in enumerate(pools.pools):
             layers = np.asarray(pools.layers_of(index))

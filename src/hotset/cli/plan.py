@@ -7,38 +7,37 @@ which ends the command with exit code 2 and the reason on stderr.
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 
+from hotset.cli.options import (
+    Context,
+    Device,
+    Dtype,
+    Json,
+    ModelArgument,
+    PrefillChunk,
+    Ram,
+    Revision,
+    Vram,
+    engine_config,
+)
 from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
 from hotset.core.plan import MemoryPlan
-from hotset.core.units import parse_bytes
 
 
 def plan(  # noqa: PLR0913 - one parameter for each flag
-    model: Annotated[str, typer.Argument(help="Hub id, local folder, or `pocket`.")],
+    model: ModelArgument,
     *,
-    vram: Annotated[
-        str | None,
-        typer.Option(help="Device memory that everything together may take, e.g. `8GiB`."),
-    ] = None,
-    ram: Annotated[
-        str | None, typer.Option(help="Host memory that may be taken, e.g. `64GiB`.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="`cuda` or `cpu`.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype: `bfloat16`, `float16` or `float32`.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(help="Longest prompt and answer together, tokens.")
-    ] = None,
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Most prompt tokens in one forward.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    vram: Vram = None,
+    ram: Ram = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    context: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    revision: Revision = None,
+    as_json: Json = False,
 ) -> None:
     """Print how much memory a model takes here, line by line, without loading it.
 
@@ -47,13 +46,13 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset plan Qwen/Qwen3-30B-A3B --vram 16GiB --context 32768`
     """
-    config = EngineConfig(
-        model=model,
+    config = engine_config(
+        model,
+        vram=vram,
+        ram=ram,
         device=device,
         dtype=dtype,
-        vram_bytes=None if vram is None else parse_bytes(vram, name="--vram"),
-        ram_bytes=None if ram is None else parse_bytes(ram, name="--ram"),
-        context_tokens=context,
+        context=context,
         prefill_chunk=prefill_chunk,
         revision=revision,
     )

@@ -8,7 +8,7 @@ cache is filled with random numbers to the wanted length, not prefilled.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ from hotset.core.placement import Matches, Placement
 from hotset.core.policy import HalfLife
 from hotset.core.slot_pools import BoolArray
 from hotset.kernels.attention import AttentionKernels
+from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import MOST_IN_FLIGHT, DecodeStep
 from hotset.runtime.engine import Engine
 from hotset.runtime.fills import FillPlanner
@@ -155,15 +156,14 @@ class DecodeBench:
             log=engine.steps.log,
             fills=fills,
             before=self._routing.advance,
+            route=self._routing.ids,
         )
 
-    def _runner(
-        self, layer: int, fills: FillPlanner | None, experts: bool
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def _runner(self, layer: int, fills: FillPlanner | None, experts: bool) -> ExpertsFunction:
         if not experts:
             return lambda x_TH, ids_TK, weights_TK: x_TH
         engine = self._engine
-        runner = MoERunner(
+        return MoERunner(
             layer,
             engine.experts_module(layer),
             store=engine.store,
@@ -171,11 +171,6 @@ class DecodeBench:
             log=engine.steps.log,
             fills=fills.layers[layer] if fills else None,
         )
-
-        def run(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-            return runner(x_TH, self._routing.ids(layer, len(x_TH)), weights_TK)
-
-        return run
 
     def _open(self, context: int) -> int:
         row = self._pool.open()

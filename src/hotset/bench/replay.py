@@ -90,7 +90,7 @@ def _texts(sequences: list[np.ndarray], num_tokens: int) -> list[np.ndarray]:
 
 
 class ReplayedRouting:
-    """Stands before the experts of every layer and puts replayed ids in place of the router's.
+    """Ids of a replay, step by step, on the device, in place of the router's.
 
     Graph-safe: the ids of a step lie in one tensor of fixed address, and one launch at the start
     of a step fetches the next ones.
@@ -114,9 +114,6 @@ class ReplayedRouting:
         torch.index_select(self._table_TLK, 0, self._step, out=self._now_1LK)
         self._step.add_(1).remainder_(len(self._table_TLK))
 
-    def ids(self, layer: int, num_tokens: int) -> torch.Tensor:
-        """Ids of one layer for the running step, [T, K]; T > 1 (a prompt) takes earlier steps."""
-        if num_tokens == 1:
-            return self._now_1LK[:, layer]
-        rows = torch.arange(num_tokens, device=self._table_TLK.device) % len(self._table_TLK)
-        return self._table_TLK[rows, layer]
+    def ids(self, layer: int) -> torch.Tensor:
+        """Ids of one layer for the running step, [1, K]."""
+        return self._now_1LK[:, layer]

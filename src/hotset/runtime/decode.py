@@ -82,7 +82,8 @@ class DecodeStep:
         fills: sends wishes before each step; `None` when nothing is filled.
         log: what the runners tell their ids; its notes of a step are dropped, as the step
             reports them itself.
-        before: queued at the start of every step (a benchmark's replayed routing).
+        before: queued at the start of every step.
+        route: ids [B, K] of a MoE layer instead of its router's (a benchmark's replayed routing).
     """
 
     def __init__(  # noqa: PLR0913 - what a step is joined from, once
@@ -99,6 +100,7 @@ class DecodeStep:
         log: RoutingLog,
         fills: FillPlanner | None = None,
         before: Callable[[], None] | None = None,
+        route: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         device = pool.device
         self.batch = DecodeBatch(pool, size, kernels=attention)
@@ -106,7 +108,7 @@ class DecodeStep:
         self._model, self._runners = model, list(runners)
         self._modules = list(experts_modules(model).values())
         self._cache, self._switch = KVCache(self.batch), AttentionSwitch(model)
-        self._sample, self._log, self._before = sample, log, before
+        self._sample, self._log, self._before, self._route = sample, log, before, route
         self.fills, self.captured = fills, options.graph
         self._routed: list[torch.Tensor] = [torch.empty(0)] * len(layers)
         width = size * max(layer.top_k for layer in layers)
@@ -243,6 +245,8 @@ class DecodeStep:
         runner = self._runners[index]
 
         def run(x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
+            if self._route is not None:
+                ids_TK = self._route(index)
             if self.size > 1:
                 ids_TK = ids_TK.masked_fill(self._padding_B1, -1)
             ids = ids_TK.reshape(-1)

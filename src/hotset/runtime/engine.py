@@ -230,9 +230,12 @@ class Engine:
             for count, token_id in enumerate(tokens, start=1):
                 reason = FinishReason.LENGTH if count == num_tokens else None
                 reason = FinishReason.STOP if token_id in stops else reason
-                yield TokenOut(token_id, reason)
+                out = TokenOut(token_id, reason)
                 if reason is not None:
-                    return
+                    break
+                yield out
+        # Outside the block: whoever has the last token may ask for the next answer.
+        yield out
 
     def _tokens(
         self, sequence: Sequence, ids: list[int], num_tokens: int, sampling: SamplingParams

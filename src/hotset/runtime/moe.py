@@ -66,16 +66,23 @@ class MoERunner:
         planned = store.device.type == "cuda" and store.ring.nbytes > 0
         self._use_ring = planned if use_ring is None else use_ring
         self._fills = fills
+        # Steps that could fill run the filling kernel whether they do or not: it is another
+        # program to the compiler, which may then order its sums differently (seen on an H200
+        # with 64 tokens), and a policy must not change a bit.
+        self._no_fill_E = torch.zeros(
+            self._spec.num_experts, dtype=torch.int64, device=store.device
+        )
 
     def __call__(
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Routed experts' weighted sum, [T, H] in the dtype of `x_TH`."""
         self._log.add(self._layer, ids_TK)
-        matched = self._fills if len(x_TH) <= MATCH_TOKENS else None
-        if matched is not None:
-            y_TKH = self._filling(x_TH, ids_TK, matched)
-        elif self._use_ring and len(x_TH) >= RING_TOKENS:
+        few = len(x_TH) <= MATCH_TOKENS
+        matched = self._fills if few else None
+        if few:
+            y_TKH = self._in_place(x_TH, ids_TK, matched)
+        elif self._use_ring:
             y_TKH = self._staged(x_TH, ids_TK)
         else:
             y_TKH = self._kernels.expert_outputs(
@@ -85,8 +92,8 @@ class MoERunner:
             y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
         return self._kernels.combine(y_TKH, weights_TK, x_TH.dtype, matched=matched)
 
-    def _filling(
-        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, matched: LayerMatch
+    def _in_place(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, matched: LayerMatch | None
     ) -> torch.Tensor:
         """Everything where it is now; missing records that are admitted go to their victims' slots.
 
@@ -95,14 +102,15 @@ class MoERunner:
         # One token needs no grouping, its kernel takes the ids as they are.
         num_experts = self._spec.num_experts
         grouping = self._kernels.group(ids_TK, num_experts) if len(x_TH) > 1 else None
-        self._kernels.match(ids_TK, matched, grouping=grouping)
+        if matched is not None:
+            self._kernels.match(ids_TK, matched, grouping=grouping)
         return self._kernels.expert_outputs(
             x_TH,
             ids_TK,
             self._store.table.row(self._layer),
             self._spec.expert,
             grouping=grouping,
-            fill_E=matched.fill_E,
+            fill_E=self._no_fill_E if matched is None else matched.fill_E,
         )
 
     def _staged(self, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:

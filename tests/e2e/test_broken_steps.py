@@ -9,6 +9,7 @@ import pytest
 
 import hotset
 from hotset.core.errors import RequestError
+from hotset.core.request import FinishReason
 from hotset.runtime.engine import Engine
 
 PROMPT, NUM_TOKENS = list(range(3, 20)), 12
@@ -80,6 +81,16 @@ def test_an_answer_of_a_closed_engine_fails_in_words(engine: Engine) -> None:
     with pytest.raises(RequestError, match="closed"):
         next(steps)
     assert engine.traffic.steps == 1
+
+
+def test_the_next_answer_may_begin_once_the_last_token_is_there(engine: Engine) -> None:
+    steps = engine.generate_ids(PROMPT, max_tokens=NUM_TOKENS, stop_ids=frozenset())
+    first = next(steps)
+    with pytest.raises(RequestError, match="another answer"):
+        answer(engine)
+    taken = [first, *(next(steps) for _ in range(NUM_TOKENS - 1))]
+    assert taken[-1].finish_reason is FinishReason.LENGTH
+    assert answer(engine) == [step.token_id for step in taken]
 
 
 def test_a_closed_engine_holds_nothing(engine: Engine) -> None:

@@ -161,12 +161,11 @@ class Engine:
         own cache."""
         reason = self.geometry.attention_reason
         if not reason:
-            room = explain_out_of_memory(
-                f"the KV cache ({format_bytes(self.plan.device['KV cache'])}) and the decode step",
-                hint="something else took memory since the plan was made; set a smaller "
-                "`--context` or `--vram`",
-            )
-            with room:
+            cache = format_bytes(self.plan.device["KV cache"])
+            with explain_out_of_memory(
+                f"the KV cache ({cache}) and the decode step",
+                hint="something else took memory since the plan was made; set a smaller `--vram`",
+            ):
                 return Decoding(
                     self.model,
                     self._runners,

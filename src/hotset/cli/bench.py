@@ -192,7 +192,10 @@ def _cases(text: str) -> list[tuple[str, float]]:
                 f"`--cases` has `{part}`, which is not a policy and a share",
                 hint="write `half-life:0.25,static:0.25,random:1`",
             )
-        found.append((policy, _numbers(share, "--cases")[0]))
+        (number,) = _numbers(share, "--cases")
+        if not 0 <= number <= 1:
+            raise ConfigError(f"`--cases` has a share of {number:g}, it must be in 0..1")
+        found.append((policy, number))
     return found
 
 

@@ -29,22 +29,16 @@ class Sampler:
     """
 
     def __init__(self, num_rows: int, vocab: int, *, device: torch.device) -> None:
+        self._vocab = vocab
         self._buffers = SampleBuffers.make(num_rows, vocab, device=device)
-        self._params = SampleParams(
-            temperature_B=torch.zeros(num_rows, dtype=torch.float32, device=device),
-            top_k_B=torch.zeros(num_rows, dtype=torch.int32, device=device),
-            top_p_B=torch.ones(num_rows, dtype=torch.float32, device=device),
-            min_p_B=torch.zeros(num_rows, dtype=torch.float32, device=device),
-            seed_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            position_B=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        )
+        self._params = SampleParams.greedy(num_rows, device=device)
 
     def start(self, row: int, params: SamplingParams) -> None:
         """A new answer in a row; its first draw is number 0."""
         seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         own = self._params
         own.temperature_B[row] = params.temperature
-        own.top_k_B[row] = params.top_k
+        own.top_k_B[row] = min(params.top_k, self._vocab)  # an int32, whatever was asked
         own.top_p_B[row] = params.top_p
         own.min_p_B[row] = params.min_p
         own.seed_B[row] = seed

@@ -62,6 +62,26 @@ def test_numbers_of_the_layers_on_the_meta_device() -> None:
     assert [layer.index for layer in found.layers] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("model_type", "rope"),
+    [
+        ("qwen3_moe", {"rope_type": "dynamic", "factor": 2.0}),
+        ("phimoe", {"rope_type": "longrope", "short_mscale": 1.0, "long_mscale": 1.0}),
+    ],
+)
+def test_positions_that_ask_for_the_length_are_not_captured(
+    model_type: str, rope: dict[str, Any]
+) -> None:
+    """Phi-3.5-MoE as published, say: it chooses its frequencies on the host, in every forward."""
+    config = tiny_config(model_type)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config.rope_parameters = {**factors, "rope_theta": 1e4, **rope}
+    config.rope_parameters["original_max_position_embeddings"] = 64
+    geometry = build_meta(config, "float32").geometry
+    assert geometry.attention == ()
+    assert geometry.attention_reason == "the model asks for values when it decodes (`__bool__`)"
+
+
 def test_the_model_is_left_as_it_was() -> None:
     model, ids = build_tiny("gpt_oss"), torch.arange(20)[None]
     with torch.no_grad():

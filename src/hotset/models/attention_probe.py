@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 from hotset.core.geometry import AttentionLayer
 from hotset.models.attention import AttentionSwitch, unknown_arguments
 from hotset.models.attention_formula import FORMULA_ARGUMENTS, formula_problem
-from hotset.models.meta import plain_text
+from hotset.models.meta import ValueAskedError, no_values, plain_text
 
 _PREFILL, _DECODE = "hotset_probe_prefill", "hotset_probe_decode"
 _PREFILL_TOKENS = 5
@@ -170,10 +170,15 @@ AttentionMaskInterface.register(_PREFILL, _probe_mask)
 def _find(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     switch, cache = AttentionSwitch(model), _ProbeCache(model)
     _check_kinds(model, cache)
-    _forward(model, cache, switch, _PREFILL, _PREFILL_TOKENS)
+    with plain_text():
+        _forward(model, cache, switch, _PREFILL, _PREFILL_TOKENS)
     prefill = cache.updates
     cache.start()
-    _forward(model, cache, switch, _DECODE, 1)
+    try:
+        with no_values():
+            _forward(model, cache, switch, _DECODE, 1)
+    except ValueAskedError as asked:
+        raise _RefusedError(f"the model asks for values when it decodes (`{asked}`)") from asked
     if cache.asked_length:
         raise _RefusedError("the model asks its cache for one length of all rows when it decodes")
     layers, windows = [], {}

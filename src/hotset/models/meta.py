@@ -26,6 +26,37 @@ def plain_text() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def no_values() -> Iterator[None]:
+    """Within the block, code that asks for a value of a meta tensor is found out.
+
+    Raises:
+        ValueAskedError: from the block. On a device the code would wait there, and a captured
+            graph would go on with the answer of its capture.
+    """
+    with _Asked():
+        yield
+
+
+class ValueAskedError(Exception):
+    """How it was asked."""
+
+
+class _Asked(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _ASKS and args[0].is_meta:
+            raise ValueAskedError(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_ASKS = (
+    *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
+    *(torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist),
+)
+
+
 class _Yes(TorchFunctionMode):
     """Takes every branch on a meta tensor (are these positions one sequence?) as true."""
 

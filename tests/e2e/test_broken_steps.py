@@ -10,6 +10,7 @@ import pytest
 import hotset
 from hotset.core.errors import RequestError
 from hotset.core.request import FinishReason
+from hotset.runtime.decode import DecodeStep, StepResult
 from hotset.runtime.engine import Engine
 
 PROMPT, NUM_TOKENS = list(range(3, 20)), 12
@@ -81,6 +82,52 @@ def test_an_answer_of_a_closed_engine_fails_in_words(engine: Engine) -> None:
     with pytest.raises(RequestError, match="closed"):
         next(steps)
     assert engine.traffic.steps == 1
+
+
+@pytest.fixture
+def ahead(engine: Engine) -> DecodeStep:
+    """Queues a step before the last one's token is known, as a captured one is."""
+    assert engine.decoding is not None
+    engine.decoding.step.captured = True
+    return engine.decoding.step
+
+
+def test_an_interruption_while_waiting_takes_what_is_queued_with_it(
+    engine: Engine, ahead: DecodeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, finish, num_calls = answer(engine), ahead.finish, 0
+
+    def interrupted() -> StepResult:
+        nonlocal num_calls
+        num_calls += 1
+        result = finish()
+        if num_calls == 3:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ahead, "finish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            answer(engine)
+    assert ahead.num_in_flight == engine.store.steps_in_flight == 0
+    assert engine.store.audit() == []
+    assert answer(engine) == expected
+
+
+def test_an_answer_that_is_dropped_takes_in_what_it_queued(
+    engine: Engine, ahead: DecodeStep
+) -> None:
+    expected = answer(engine)
+    steps = engine.generate_ids(PROMPT, max_tokens=NUM_TOKENS)
+    assert [next(steps).token_id for _ in range(4)] == expected[:4]
+    assert ahead.num_in_flight == 1
+    with pytest.raises(RequestError, match="queued"):
+        engine.place(engine.store.placement)
+    steps.close()  # type: ignore[attr-defined]
+    assert ahead.num_in_flight == engine.store.steps_in_flight == 0
+    engine.place(engine.store.placement)
+    assert engine.store.audit() == []
+    assert answer(engine) == expected
 
 
 def test_the_next_answer_may_begin_once_the_last_token_is_there(engine: Engine) -> None:

@@ -51,6 +51,10 @@ class DecodeOptions:
     graph: bool
     layers: CompiledLayers | None
 
+    def __str__(self) -> str:
+        parts = [("a CUDA graph", self.graph), ("fused layers", self.layers is not None)]
+        return " and ".join(name for name, is_on in parts if is_on) or "plain launches"
+
 
 @dataclass(frozen=True)
 class StepResult:

@@ -6,7 +6,7 @@ Also the choice of the policy by which slots change hands while decoding.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,9 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from hotset.core.config import EngineConfig
+from hotset.core.errors import HardwareError
 from hotset.core.geometry import ModelGeometry
 from hotset.core.plan import MemoryPlan
 from hotset.core.policy import HalfLife, NoPolicy, Policy, make_policy
+from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
 from hotset.models.seam import ExpertsFunction
@@ -47,6 +49,52 @@ def choose_policy(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfi
     )
     policy.check_ready()  # now, and not when the weights are loaded
     return policy
+
+
+def initial_residents(policy: Policy, pools: SlotPools, slots_L: IntArray) -> BoolArray:
+    """Experts that own a slot before anything was routed, [L, E].
+
+    To the simulator `none` is the engine without slots. Here the plan has paid for them, so they
+    get owners, which then keep them.
+    """
+    if isinstance(policy, NoPolicy):
+        return policy.best_experts(slots_L)
+    return policy.initial(pools, slots_per_layer=slots_L)
+
+
+def weaker_options(options: DecodeOptions) -> list[DecodeOptions]:
+    """What may be tried in turn: as asked, without fusing, and without capturing either."""
+    tried = [options]
+    if options.layers is not None:
+        tried.append(replace(options, layers=None))
+    if options.graph:
+        tried.append(DecodeOptions(graph=False, layers=None))
+    return tried
+
+
+def first_that_works(
+    make: Callable[..., DecodeStep], options: Sequence[DecodeOptions], *, strict: bool
+) -> tuple[DecodeOptions, DecodeStep]:
+    """Makes the decode step with the first options that it can be made with; each that it cannot
+    is said.
+
+    Raises:
+        HardwareError: none works, or in a strict engine the first does not.
+        torch.OutOfMemoryError: as it is; weaker options need no less.
+    """
+    for index, attempt in enumerate(options):
+        try:
+            return attempt, make(options=attempt)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            said = f"the decode step cannot be made with {attempt}: {reason}"
+            if strict or index == len(options) - 1:
+                hint = "`--no-compiled` and `--no-graphs` leave a part out; `--debug` says more"
+                raise HardwareError(said, hint=hint) from error
+            logger.warning("%s; decoding goes on with %s", said, options[index + 1])
+    raise AssertionError("nothing to try")
 
 
 class Decoding:
@@ -94,7 +142,6 @@ class Decoding:
         )
         if on_gpu and not options.graph:
             logger.warning("the decode step is not captured: as set by `--no-graphs` or kernels")
-        self.options = options
         self._make = partial(
             DecodeStep,
             model,
@@ -107,7 +154,9 @@ class Decoding:
             log=steps.log,
             fills=steps.fills,
         )
-        self.step = self._make(options=options)
+        self.options, self.step = first_that_works(
+            self._make, weaker_options(options), strict=config.strict
+        )
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:

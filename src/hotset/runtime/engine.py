@@ -31,7 +31,7 @@ from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
-from hotset.runtime.decoding import Decoding, choose_policy
+from hotset.runtime.decoding import Decoding, choose_policy, initial_residents
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
@@ -128,13 +128,7 @@ class Engine:
         with room:
             source.fill_experts(self.store, progress)
             slots = np.array(self.plan.slots_per_layer)
-            # Asked for by name, `none` means that no slot is ever used; chosen, that all fit.
-            named = self.config.policy is not None
-            resident_LE = (
-                self.policy.initial(self.pools, slots_per_layer=slots)
-                if named
-                else self.policy.best_experts(slots)
-            )
+            resident_LE = initial_residents(self.policy, self.pools, slots)
             self.store.place(Placement.from_residents(self.pools, resident_LE))
 
     def _make_steps(self) -> Steps:

@@ -85,9 +85,11 @@ class MoERunner:
         elif self._use_ring:
             y_TKH = self._staged(x_TH, ids_TK)
         else:
-            y_TKH = self._kernels.expert_outputs(
-                x_TH, ids_TK, self._store.table.row(self._layer), self._spec.expert
-            )
+            # Into a given tensor, as when some are staged: with one of its own the kernel would be
+            # another program, and a budget must not change a bit.
+            y_TKH = x_TH.new_zeros((*ids_TK.shape, x_TH.shape[1]), dtype=torch.float32)
+            grouping = self._kernels.group(ids_TK, self._spec.num_experts)
+            self._run(x_TH, ids_TK, self._store.table.row(self._layer), grouping, y_TKH)
         if self._post_norm is not None:
             y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
         return self._kernels.combine(y_TKH, weights_TK, x_TH.dtype, matched=matched)

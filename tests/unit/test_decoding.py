@@ -1,0 +1,75 @@
+"""How a decode step is made when a part of it cannot be: said, weaker, or refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hotset.core.errors import HardwareError
+from hotset.models.compiled import CompiledLayers
+from hotset.runtime.decode import DecodeOptions, DecodeStep
+from hotset.runtime.decoding import first_that_works, weaker_options
+
+ASKED = DecodeOptions(graph=True, layers=cast(CompiledLayers, object()))
+
+
+class Maker:
+    """Makes a step (a string here) unless the options have a part that is broken."""
+
+    def __init__(self, *broken: str, error: type[Exception] = RuntimeError) -> None:
+        self.broken, self.error = broken, error
+        self.tried: list[str] = []
+
+    def __call__(self, *, options: DecodeOptions) -> Any:
+        self.tried.append(str(options))
+        for part in self.broken:
+            if part in str(options):
+                raise self.error(f"{part} is broken\nand more lines")
+        return f"a step with {options}"
+
+
+def make(maker: Maker, *, strict: bool = False) -> tuple[DecodeOptions, DecodeStep]:
+    return first_that_works(maker, weaker_options(ASKED), strict=strict)
+
+
+def test_what_works_is_made_as_asked(caplog: pytest.LogCaptureFixture) -> None:
+    maker = Maker()
+    assert make(maker)[0] == ASKED
+    assert maker.tried == ["a CUDA graph and fused layers"] and not caplog.records
+
+
+def test_fusing_that_fails_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        options, step = make(Maker("fused"))
+    assert options == DecodeOptions(graph=True, layers=None) and "a CUDA graph" in str(step)
+    assert caplog.messages == [
+        "the decode step cannot be made with a CUDA graph and fused layers: fused is broken; "
+        "decoding goes on with a CUDA graph"
+    ]
+
+
+def test_capturing_that_fails_is_left_out_too(caplog: pytest.LogCaptureFixture) -> None:
+    options, _ = make(Maker("graph", error=torch._dynamo.exc.FailOnRecompileLimitHit))
+    assert options == DecodeOptions(graph=False, layers=None) and len(caplog.records) == 2
+
+
+def test_a_strict_engine_refuses_the_first_failure() -> None:
+    maker = Maker("fused")
+    with pytest.raises(HardwareError, match="fused is broken") as caught:
+        make(maker, strict=True)
+    assert "--no-compiled" in str(caught.value.hint) and len(maker.tried) == 1
+
+
+def test_nothing_works() -> None:
+    with pytest.raises(HardwareError, match="with plain launches: launches is broken"):
+        make(Maker("graph", "launches"))
+
+
+def test_out_of_memory_is_not_a_reason_to_try_more() -> None:
+    maker = Maker("graph", error=torch.OutOfMemoryError)
+    with pytest.raises(torch.OutOfMemoryError):
+        make(maker)
+    assert len(maker.tried) == 1

@@ -46,14 +46,30 @@ class Family:
     folder: Path
     source: CheckpointWeights
 
-    def engine(self, *, share: float = 0.5, **options: object) -> Engine:
-        """An engine on the CPU with slots for this share of the experts, free ones poisoned."""
-        config = EngineConfig(model=str(self.folder), device="cpu", poison=True)
-        config = replace(config, context_tokens=CONTEXT, prefill_chunk=CONTEXT)
-        config = replace(config, **options)  # type: ignore[arg-type]
-        _, plan = plan_engine(self.source.geometry, config)
-        experts = int(share * self.source.geometry.expert_bytes)
-        return Engine(self.source, replace(config, vram_bytes=plan.device.total_bytes + experts))
+    def engine(
+        self, *, share: float = 0.5, num_slots: int | None = None, **options: object
+    ) -> Engine:
+        """An engine on the CPU, free slots poisoned.
+
+        Args:
+            share: of the experts, that get a slot; or
+            num_slots: so many slots.
+            options: of `EngineConfig`.
+        """
+        sizes = {"context_tokens": CONTEXT, "prefill_chunk": CONTEXT, **options}
+        config = EngineConfig(model=str(self.folder), device="cpu", poison=True, **sizes)
+        geometry = self.source.geometry
+        want = int(share * geometry.num_records) if num_slots is None else num_slots
+        assert want <= geometry.num_records
+        _, plan = plan_engine(geometry, config)
+        step = min(layer.expert.record_bytes for layer in geometry.layers) // 2
+        budget = plan.device.total_bytes
+        while plan.num_slots < want:  # what goes with slots takes a little too
+            budget += max(step, (want - plan.num_slots) * step)
+            config = replace(config, vram_bytes=budget)
+            _, plan = plan_engine(geometry, config)
+        assert plan.num_slots == want
+        return Engine(self.source, config)
 
     def with_dtype(self, dtype: str) -> Family:
         return Family(self.folder, CheckpointWeights(str(self.folder), dtype=dtype))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
+
 from families import (
     SIX,
     Family,
@@ -19,8 +21,6 @@ from families import (
     stock_logits,
     text,
 )
-from transformers import PreTrainedModel
-
 from hotset.core.placement import Placement
 from hotset.models.load import load_resident
 from hotset.models.seam import ExpertsFunction, bind_experts, experts_modules
@@ -99,6 +99,8 @@ def assert_contract(family: Family) -> None:
         bind_experts(module, watch(name))
     with torch.inference_mode():
         model(input_ids=torch.tensor([text(7)]), use_cache=True)
+    # LF-14: nothing is left a placeholder, non-persistent buffers included.
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert seen == {layer.name: layer.top_k for layer in source.geometry.layers}
 
 

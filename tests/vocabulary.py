@@ -23,9 +23,7 @@ TEMPLATE = (
 
 def save_words(folder: Path, *, vocab: int) -> None:
     """Token i is the word `w<i>`; texts are words with spaces between."""
-    tokenizer = Tokenizer(
-        models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0")
-    )
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 

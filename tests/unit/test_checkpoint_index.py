@@ -125,7 +125,7 @@ FOLDER_FAULTS = [
     ),
     (_append, "`{}/" + FIRST + "` has 154 bytes, 2 more than its header promises"),
     (_empty, "`{}/" + FIRST + "` is empty (0 bytes)"),
-    (_pointer, "`{}/" + FIRST + "` is a Git LFS pointer, not the weights"),
+    (_pointer, "`{}/" + FIRST + "` is a Git LFS pointer, not the file itself"),
     (
         _web_page,
         "`{}/" + FIRST + "` is not a safetensors file: it begins with b'<!DOCTYPE html><html>...'",
@@ -147,7 +147,7 @@ FOLDER_FAULTS = [
     ),
     (
         _edit_index(lambda weight_map: weight_map.update(a=SECOND)),
-        f"`{INDEX_NAME}` puts tensor `a` in `{SECOND}`, it is in `{FIRST}`",
+        "`{}/" + INDEX_NAME + f"` puts tensor `a` in `{SECOND}`, it is in `{FIRST}`",
     ),
 ]
 
@@ -161,6 +161,7 @@ def test_a_damaged_folder_is_refused_by_name(
     with pytest.raises(CheckpointError) as caught:
         CheckpointIndex.read(tmp_path)
     assert caught.value.message == message.replace("{}", str(tmp_path))
+    assert caught.value.hint
 
 
 HEADER_FAULTS = [

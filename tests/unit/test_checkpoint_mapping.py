@@ -57,7 +57,9 @@ def _edited(source: Path, folder: Path, edit: Callable[[Tensors], Tensors | None
     opened = open_checkpoint(folder, tiny_config(source.name.rstrip("0123456789")))
     with pytest.raises(CheckpointError) as caught:
         check_complete(opened.key_map, model=opened.model)
-    return caught.value.message
+    message = caught.value.message
+    assert FILE not in message or f"`{folder / FILE}`" in message
+    return message.replace(f"{folder}/", "")
 
 
 def _rename_layer(tensors: Tensors) -> Tensors:
@@ -237,8 +239,9 @@ def test_one_expert_of_a_converted_resident_weight(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn"
     assert caught.value.message == (
         "the checkpoint does not fit `KimiLinearForCausalLM`: tensors of wrong shape (1): "
-        f"`{name}.k_conv1d.weight` in `{FILE}` [32, 1, 4] and "
-        f"`{name}.q_conv1d.weight` in `{FILE}` [32, 1, 4] for `{name}.conv1d.weight` [96, 1, 4]"
+        f"`{name}.k_conv1d.weight` in `{tmp_path / FILE}` [32, 1, 4] and "
+        f"`{name}.q_conv1d.weight` in `{tmp_path / FILE}` [32, 1, 4] "
+        f"for `{name}.conv1d.weight` [96, 1, 4]"
     )
 
 
@@ -251,21 +254,38 @@ def test_one_expert_is_a_model_too(tmp_path: Path) -> None:
     assert len(opened.key_map.pieces) == 4 * 3
 
 
+MTP = "in a layer for multi-token prediction beyond the model's own"
+
+
 def test_what_is_rightly_ignored_is_said(qwen: Path, tmp_path: Path) -> None:
     shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
     extra = {
-        "model.layers.4.mlp.experts.0.up_proj.weight": "a layer beyond the model's 4, "
-        "as for multi-token prediction",
-        "layers.4.eh_proj.weight": "a layer beyond the model's 4, as for multi-token prediction",
+        "model.layers.4.mlp.experts.0.up_proj.weight": MTP,
+        "layers.4.eh_proj.weight": MTP,
         "model.visual.blocks.0.attn.qkv.weight": "a vision or audio tower, not loaded for text",
         "audio_tower.conv1.weight": "a vision or audio tower, not loaded for text",
-        "model.layers.0.self_attn.rotary_emb.inv_freq": "transformers ignores it for this "
-        "model class",
+        "model.layers.0.self_attn.rotary_emb.inv_freq": "a buffer that the model computes "
+        "by itself",
     }
     rewrite(tmp_path, lambda tensors: tensors | {name: torch.zeros(2) for name in extra})
     opened = open_checkpoint(tmp_path, tiny_config("qwen3_moe"))
     check_complete(opened.key_map, model=opened.model)
     assert {entry.name: reason for entry, reason in opened.key_map.ignored} == extra
+
+
+def test_a_plain_layer_beyond_the_depth_is_not_ignored(qwen: Path, tmp_path: Path) -> None:
+    """Whoever wrote one layer less into `config.json` hears of the weights that have no place."""
+    config = tiny_config("qwen3_moe")
+    config.num_hidden_layers -= 1
+    extra = {"model.layers.6.input_layernorm.weight": torch.zeros(32)}
+    shutil.copytree(qwen, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors | extra)
+    opened = open_checkpoint(tmp_path, config)
+    unexpected = {entry.name for entry, _ in opened.key_map.unexpected}
+    assert extra.keys() < unexpected
+    assert "model.layers.3.mlp.gate.weight" in unexpected
+    with pytest.raises(CheckpointError, match="unexpected tensors"):
+        check_complete(opened.key_map, model=opened.model)
 
 
 def test_tied_weights_need_one_of_the_two(qwen: Path, tmp_path: Path) -> None:

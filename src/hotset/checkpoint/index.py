@@ -18,12 +18,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from hotset.checkpoint.files import AGAIN_HINT, LFS_POINTER, read_json, readable, refuse_lfs_pointer
 from hotset.core.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 
 # The format's own limit, and far above the largest published header.
 MAX_HEADER_BYTES = 100_000_000
+
+_MIXED_HINT = "index and shards must come from the same checkpoint; download them together"
 
 # safetensors name -> (name used everywhere here, bits of one element)
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -48,8 +51,6 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 8),
     "C64": ("complex64", 64),
 }
-
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,29 +133,24 @@ def read_header(file: Path) -> list[TensorEntry]:
     Raises:
         CheckpointError: see `CheckpointIndex.read`; the message names the file.
     """
-    try:
-        with file.open("rb") as stream:
-            file_bytes = stream.seek(0, 2)
-            stream.seek(0)
-            start = stream.read(len(_LFS_POINTER))
-            header_bytes = _header_bytes(file, start, file_bytes)
-            stream.seek(8)
-            text = stream.read(header_bytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read `{file}`: {error.strerror}", hint="check its owner and permissions"
-        ) from error
+    with readable(file), file.open("rb") as stream:
+        file_bytes = stream.seek(0, 2)
+        stream.seek(0)
+        start = stream.read(len(LFS_POINTER))
+        header_bytes = _header_bytes(file, start, file_bytes)
+        stream.seek(8)
+        text = stream.read(header_bytes)
     entries = parse_header(file, text, data_start=8 + header_bytes)
     end = entries[-1].offset + entries[-1].nbytes if entries else 8 + header_bytes
     if file_bytes < end:
         raise CheckpointError(
             f"`{file}` is truncated: its header promises {end} bytes, it has {file_bytes}",
-            hint="download or copy this file again",
+            hint=AGAIN_HINT,
         )
     if file_bytes > end:
         raise CheckpointError(
             f"`{file}` has {file_bytes} bytes, {file_bytes - end} more than its header promises",
-            hint="download or copy this file again",
+            hint=AGAIN_HINT,
         )
     return entries
 
@@ -162,20 +158,18 @@ def read_header(file: Path) -> list[TensorEntry]:
 def _header_bytes(file: Path, start: bytes, file_bytes: int) -> int:
     """Length of the JSON header, from the first bytes of the file."""
     if not file_bytes:
-        raise CheckpointError(f"`{file}` is empty (0 bytes)", hint="download this file again")
-    if start == _LFS_POINTER:
-        raise CheckpointError(
-            f"`{file}` is a Git LFS pointer, not the weights",
-            hint="run `git lfs pull` in that folder",
-        )
+        raise CheckpointError(f"`{file}` is empty (0 bytes)", hint=AGAIN_HINT)
+    refuse_lfs_pointer(file, start)
     header_bytes = int.from_bytes(start[:8], "little")
     if len(start) < 8 or not 2 <= header_bytes <= MAX_HEADER_BYTES:
-        raise CheckpointError(f"`{file}` is not a safetensors file: it begins with {start[:24]!r}")
+        raise CheckpointError(
+            f"`{file}` is not a safetensors file: it begins with {start[:24]!r}", hint=AGAIN_HINT
+        )
     if 8 + header_bytes > file_bytes:
         raise CheckpointError(
             f"`{file}` is truncated: its header alone has {8 + header_bytes} bytes, "
             f"the file {file_bytes}",
-            hint="download or copy this file again",
+            hint=AGAIN_HINT,
         )
     return header_bytes
 
@@ -202,25 +196,32 @@ def parse_header(file: Path, text: bytes, *, data_start: int) -> list[TensorEntr
             if entry.offset != data_start + position:
                 raise CheckpointError(
                     f"`{file}` is damaged: data of tensor `{name}` begins at byte "
-                    f"{entry.offset - data_start}, expected {position}"
+                    f"{entry.offset - data_start}, expected {position}",
+                    hint=AGAIN_HINT,
                 )
             entries.append(entry)
             position += entry.nbytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"`{file}` is damaged: its header is not understood") from error
+        raise CheckpointError(
+            f"`{file}` is damaged: its header is not understood", hint=AGAIN_HINT
+        ) from error
     return entries
 
 
 def _parse_tensor(file: Path, name: str, spec: dict[str, Any], data_start: int) -> TensorEntry:
     if spec["dtype"] not in _DTYPES:
-        raise CheckpointError(f"tensor `{name}` in `{file}` has unknown dtype `{spec['dtype']}`")
+        raise CheckpointError(
+            f"tensor `{name}` in `{file}` has unknown dtype `{spec['dtype']}`",
+            hint="use a checkpoint in BF16, FP16 or FP32",
+        )
     dtype, bits = _DTYPES[spec["dtype"]]
     shape = tuple(int(size) for size in spec["shape"])
     begin, end = (int(offset) for offset in spec["data_offsets"])
     if min(shape, default=0) < 0 or (end - begin) * 8 != prod(shape) * bits:
         raise CheckpointError(
             f"`{file}` is damaged: tensor `{name}` of shape {list(shape)} and dtype {dtype} "
-            f"has {end - begin} bytes"
+            f"has {end - begin} bytes",
+            hint=AGAIN_HINT,
         )
     return TensorEntry(name, file, dtype, shape, data_start + begin, end - begin)
 
@@ -231,10 +232,12 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
+        weight_map = read_json(path)["weight_map"]
         return {str(name): str(shard) for name, shard in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"`{path}` is damaged: no readable `weight_map`") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"`{path}` is damaged: no readable `weight_map`", hint=AGAIN_HINT
+        ) from error
 
 
 def _listed_shards(folder: Path, weight_map: dict[str, str]) -> list[Path]:
@@ -251,7 +254,9 @@ def _listed_shards(folder: Path, weight_map: dict[str, str]) -> list[Path]:
 def _found_shards(folder: Path) -> list[Path]:
     files = sorted(folder.glob("model*.safetensors")) or sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"no safetensors file in `{folder}`")
+        raise CheckpointError(
+            f"no safetensors file in `{folder}`", hint="download or copy the weights as well"
+        )
     return files
 
 
@@ -262,14 +267,16 @@ def _check_weight_map(
     for name, shard in weight_map.items():
         if name in entries and entries[name].file.name != Path(shard).name:
             raise CheckpointError(
-                f"`{INDEX_NAME}` puts tensor `{name}` in `{shard}`, "
-                f"it is in `{entries[name].file.name}`"
+                f"`{folder / INDEX_NAME}` puts tensor `{name}` in `{shard}`, "
+                f"it is in `{entries[name].file.name}`",
+                hint=_MIXED_HINT,
             )
     absent = [f"`{name}` ({shard})" for name, shard in weight_map.items() if name not in entries]
     if absent:
         raise CheckpointError(
             f"tensors of `{folder / INDEX_NAME}` that are in no file ({len(absent)}): "
-            f"{some(absent)}"
+            f"{some(absent)}",
+            hint=_MIXED_HINT,
         )
     unlisted = [
         f"`{name}` ({entry.file.name})" for name, entry in entries.items() if name not in weight_map
@@ -277,7 +284,8 @@ def _check_weight_map(
     if unlisted:
         raise CheckpointError(
             f"tensors that `{folder / INDEX_NAME}` does not list ({len(unlisted)}): "
-            f"{some(unlisted)}"
+            f"{some(unlisted)}",
+            hint=_MIXED_HINT,
         )
 
 

@@ -11,7 +11,7 @@ line is supported, and a test per checkpoint layout holds them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,13 @@ from hotset.checkpoint.params import ExpertParam
 _TOWER = re.compile(
     r"(^|\.)(vision|visual|image|video|audio|speech|mm_|multi_?modal|patch_merger)[^.]*(\.|$)"
 )
+
+
+# Parts that a layer for multi-token prediction has and a decoder layer has not.
+_PREDICTION = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|embed_tokens|shared_head)\.")
+
+TOWER_REASON = "a vision or audio tower, not loaded for text"
+BUFFER_REASON = "a buffer that the model computes by itself"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class KeyMap:
         pieces: list[ExpertPiece] = []
         core: list[CoreTensor] = []
         ignored: list[tuple[TensorEntry, str]] = []
-        unexpected: list[tuple[TensorEntry, str]] = []
+        rest: list[tuple[TensorEntry, str]] = []
         # The library's own order: some of its renamings are switched on by an earlier key.
         for name in sorted(index, key=dot_natural_key):
             entry = index[name]
@@ -130,10 +137,16 @@ class KeyMap:
                 pieces.append(found)
             elif isinstance(found, CoreTensor):
                 core.append(found)
-            elif (reason := classifier.ignore_reason(target)) is not None:
-                ignored.append((entry, reason))
             else:
+                rest.append((entry, target))
+        prediction = classifier.prediction_layers(target for _, target in rest)
+        unexpected: list[tuple[TensorEntry, str]] = []
+        for entry, target in rest:
+            reason = classifier.ignore_reason(target, prediction)
+            if reason is None:
                 unexpected.append((entry, target))
+            else:
+                ignored.append((entry, reason))
         return cls(tuple(params), tuple(pieces), tuple(core), tuple(ignored), tuple(unexpected))
 
     @property
@@ -165,7 +178,9 @@ class _Classifier:
         self._known = dict.fromkeys(self._core | self._params.keys(), True)
         self._towers = tuple(f"{tower}." for tower in towers)
         self._layer_lists = _decoder_lists(model, params)
-        self._library_ignores = _library_ignores(model)
+        ignores: set[Any] = set(model._keys_to_ignore_on_load_unexpected or ())
+        self._library_ignores = [re.compile(pattern) for pattern in ignores]
+        self._saved_buffers = _saved_buffers(model)
 
     def classify(self, entry: TensorEntry) -> tuple[ExpertPiece | CoreTensor | None, str]:
         """What a tensor is (`None`: nothing that the model has) and its name in the model."""
@@ -220,17 +235,42 @@ class _Classifier:
             *((f"{head}.{name}", last[len(name) + 1 :]) for name in fused),
         ]
 
-    def ignore_reason(self, target: str) -> str | None:
+    def prediction_layers(self, targets: Iterable[str]) -> set[int]:
+        """Layers beyond the model's depth that are for multi-token prediction, by their parts.
+
+        Args:
+            targets: the tensors that the model does not have.
+        """
+        found = {self._beyond(target) for target in targets if _PREDICTION.search(target)}
+        return {layer for layer in found if layer is not None}
+
+    def ignore_reason(self, target: str, prediction: set[int]) -> str | None:
         """Why a tensor that the model does not have may be left alone, if it may."""
-        names = (target, f"{self._prefix}.{target}", target.removeprefix(f"{self._prefix}."))
-        if any(name.startswith(self._towers) for name in names) or _TOWER.search(target):
-            return "a vision or audio tower, not loaded for text"
-        for layers, length in self._layer_lists:
-            if any((m := layers.match(name)) and int(m.group(1)) >= length for name in names):
-                return f"a layer beyond the model's {length}, as for multi-token prediction"
+        if any(name.startswith(self._towers) for name in self._names(target)):
+            return TOWER_REASON
+        if _TOWER.search(target):
+            return TOWER_REASON
+        if self._beyond(target) in prediction:
+            return "in a layer for multi-token prediction beyond the model's own"
         if any(pattern.search(target) for pattern in self._library_ignores):
             return "transformers ignores it for this model class"
+        if any(pattern.search(target) for pattern in self._saved_buffers):
+            return BUFFER_REASON
         return None
+
+    def _beyond(self, target: str) -> int | None:
+        """The layer that a tensor belongs to, where the model has fewer."""
+        for layers, length in self._layer_lists:
+            for name in self._names(target):
+                match = layers.match(name)
+                if match and int(match.group(1)) >= length:
+                    return int(match.group(1))
+        return None
+
+    def _names(self, target: str) -> tuple[str, str, str]:
+        """A name as it is, with the base model's prefix, and without it."""
+        prefix = f"{self._prefix}."
+        return target, prefix + target, target.removeprefix(prefix)
 
 
 def _decoder_lists(
@@ -247,13 +287,9 @@ def _decoder_lists(
     ]
 
 
-def _library_ignores(model: PreTrainedModel) -> list[re.Pattern[str]]:
-    """Patterns of checkpoint tensors that the library leaves alone without a word.
-
-    The class's own, its sub-models' (collected by the library), and two that it adds by hand for
-    checkpoints from the time when these buffers were saved.
-    """
-    patterns: set[Any] = set(model._keys_to_ignore_on_load_unexpected or ())
+def _saved_buffers(model: PreTrainedModel) -> list[re.Pattern[str]]:
+    """Patterns of buffers that were once saved, which the library leaves alone by hand."""
+    patterns = set()
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")

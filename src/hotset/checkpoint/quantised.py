@@ -7,10 +7,10 @@ headers (`validate`).
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hotset.checkpoint.files import read_json
 from hotset.core.errors import CheckpointError
 
 
@@ -56,12 +56,4 @@ def _named(declared: dict[str, Any], keys: tuple[str, ...]) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"`{path}` is damaged: it is not JSON") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"`{path}` is damaged: it is not a JSON object")
-    return data
+    return read_json(path) if path.is_file() else {}

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from hotset.checkpoint import hub
+from hotset.checkpoint.files import readable
 from hotset.checkpoint.quantised import refuse_quantised
 from hotset.core.errors import CheckpointError
 
@@ -34,7 +35,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         CapacityError: the disk cannot take the download.
     """
     folder = resolve_config_only(name, revision)
-    if _local_folder(name) is None:
+    if local_folder(name) is None:
         folder = hub.download(name, revision)
     hub.require_safetensors(str(folder), os.listdir(folder))
     return folder
@@ -46,13 +47,22 @@ def resolve_config_only(name: str, revision: str | None = None) -> Path:
     Raises:
         CheckpointError: no such model, it has no `config.json`, or it is quantised.
     """
-    folder = _local_folder(name) or hub.download_configs(name, revision)
+    folder = local_folder(name) or hub.download_configs(name, revision)
     refuse_quantised(folder)
     return folder
 
 
+def local_folder(name: str) -> Path | None:
+    """The local folder that `name` means, or `None` when it is a Hub id.
+
+    Raises:
+        CheckpointError: it can be neither, cannot be read, or has no `config.json`.
+    """
+    with readable(Path(name)):
+        return _local_folder(name)
+
+
 def _local_folder(name: str) -> Path | None:
-    """The local folder that `name` means, or `None` when it is a Hub id."""
     if name == POCKET:
         return Path(str(importlib.resources.files("hotset") / "models" / POCKET))
     path = Path(name).expanduser()

@@ -102,7 +102,7 @@ def _by_param(key_map: KeyMap) -> dict[str, list[ExpertPiece]]:
 
 
 def _located(entry: TensorEntry) -> str:
-    return f"`{entry.name}` in `{entry.file.name}`"
+    return f"`{entry.name}` in `{entry.file}`"
 
 
 def _shaped(entries: Iterable[TensorEntry]) -> str:

@@ -121,11 +121,18 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
         return prompt
     assert file is not None
     if str(file) == "-":
-        return sys.stdin.read()
+        return _decoded(sys.stdin.buffer.read(), "stdin")
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`--prompt-file {file}` cannot be read: {error}") from error
+        return _decoded(file.read_bytes(), str(file))
+    except OSError as error:
+        raise ConfigError(f"`--prompt-file {file}` cannot be read: {error.strerror}") from error
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt in `{name}` is not UTF-8: {error}") from error
 
 
 def _run(tokens: Iterator[Token], *, echo: Callable[[str], None] | None) -> dict[str, Any]:

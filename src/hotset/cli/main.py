@@ -34,17 +34,26 @@ app.command()(simulate)
 app.add_typer(bench.app, name="bench")
 
 
-@app.callback()
-def _options(
-    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
-    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
-) -> None:
-    """Options before the command; `--debug` is read in `main`, where errors end up."""
-    if version:
+def _version(wanted: bool) -> None:
+    if wanted:
         from hotset import __version__
 
         typer.echo(__version__)
         raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False,
+        "--version",
+        help="Print the version and stop.",
+        callback=_version,
+        is_eager=True,  # before typer misses a command
+    ),
+) -> None:
+    """Options before the command; `--debug` is read in `main`, where errors end up."""
 
 
 def main(args: list[str] | None = None) -> None:

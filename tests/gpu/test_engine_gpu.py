@@ -44,10 +44,10 @@ def least_vram(experts_bytes: int) -> int:
     with pytest.raises(CapacityError):
         answer(vram=1)
     config = hotset.api.make_config("pocket", **SMALL, vram="4GiB")
-    from hotset.models.geometry import describe
+    from hotset.models.describe import describe
     from hotset.runtime.planning import plan_engine
 
-    _, plan = plan_engine(describe("pocket"), config)
+    _, plan = plan_engine(describe("pocket").geometry, config)
     return plan.device.total_bytes - plan.device["slots"] + experts_bytes
 
 

@@ -41,7 +41,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Print how much memory a model takes here, line by line, without loading it.
 
-    Sizes that you set are kept or refused, the others are chosen and stated with their reason. The
+    Sizes that you set are kept or refused, the others are chosen and stated with their reason. Of a
+    local folder the headers of all shards are checked, of a Hub id the config alone is read. The
     exit code is 0 when the plan fits and 2 when it does not.
 
     Example: `hotset plan Qwen/Qwen3-30B-A3B --vram 16GiB --context 32768`
@@ -56,22 +57,29 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         prefill_chunk=prefill_chunk,
         revision=revision,
     )
-    machine, result = _make(config)
+    weights_checked, machine, result = _make(config)
     if as_json:
-        data = {"model": model, "machine": machine.to_dict(), **result.to_dict()}
+        data = {
+            "model": model,
+            "weights_checked": weights_checked,
+            "machine": machine.to_dict(),
+            **result.to_dict(),
+        }
         typer.echo(json.dumps(data, indent=2))
     else:
         _print(result, title=f"{model} on {machine.device_name}")
+        if not weights_checked:
+            typer.echo("weights not checked: only the config is read here")
     result.require_fit()
 
 
-def _make(config: EngineConfig) -> tuple[Machine, MemoryPlan]:
+def _make(config: EngineConfig) -> tuple[bool, Machine, MemoryPlan]:
     # These import torch, which would make `--help` wait.
-    from hotset.models.geometry import describe
+    from hotset.models.describe import describe
     from hotset.runtime.planning import plan_engine
 
-    geometry = describe(config.model, config.dtype, revision=config.revision)
-    return plan_engine(geometry, config)
+    described = describe(config.model, config.dtype, revision=config.revision)
+    return described.weights_checked, *plan_engine(described.geometry, config)
 
 
 def _print(result: MemoryPlan, *, title: str) -> None:

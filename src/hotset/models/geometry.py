@@ -5,18 +5,21 @@ The shapes come from the stock model itself, so no architecture is described her
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
+from hotset.checkpoint.files import read_json
 from hotset.checkpoint.params import ExpertParam
-from hotset.checkpoint.source import resolve_config_only
 from hotset.core.config import DTYPES
 from hotset.core.errors import CheckpointError
 from hotset.core.geometry import ExpertSpec, Gate, ModelGeometry, MoELayer
@@ -35,6 +38,10 @@ from hotset.models.seam import (
 # that a prompt cannot be continued in chunks. The sweep test compares every architecture's text in
 # chunks with the text in one forward, and holds this list from both sides.
 _CONTINUED_BY_TOKEN = ("jamba",)
+
+_PUBLISHED_HINT = "compare it with the one that was published"
+# Characters of a foreign message that are passed on, if a sentence ends there.
+_MOST_REASON = 200
 
 _TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token")
 
@@ -67,28 +74,52 @@ class MetaModel:
     config: PretrainedConfig
 
 
-def describe(model: str, dtype: str | None = None, revision: str | None = None) -> ModelGeometry:
-    """The geometry of a model by name, without reading a weight.
-
-    Args:
-        model: hub id, local folder or `pocket`; of a hub id only its config is fetched.
-        dtype: compute dtype; default the checkpoint's own.
-    """
-    return build_meta(read_config(resolve_config_only(model, revision)), dtype).geometry
-
-
 def read_config(folder: Path) -> PretrainedConfig:
     """`config.json` of a folder as transformers understands it.
 
     Raises:
-        CheckpointError: it is missing, not JSON, or of an unknown model type.
+        CheckpointError: it is missing, not JSON, or of an unknown model type or dtype.
     """
+    path = folder / "config.json"
+    raw = read_json(path)
+    _check_dtypes(path, raw)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, *_BAD_CONFIG) as error:
-        reason = _reason(error)
-        raise CheckpointError(f"`{folder / 'config.json'}` is not usable: {reason}") from error
+        _refuse_unknown_type(path, raw)
+        raise CheckpointError(
+            f"`{path}` is not usable: {_reason(error)}", hint=_PUBLISHED_HINT
+        ) from error
     return config
+
+
+def _refuse_unknown_type(path: Path, raw: dict[str, Any]) -> None:
+    """Says in our words that the library has no such model; its own speak of its own flags."""
+    model_type = raw.get("model_type")
+    if isinstance(model_type, str) and model_type in CONFIG_MAPPING:
+        return
+    if model_type is None:
+        raise CheckpointError(f"`{path}` has no `model_type`", hint=_PUBLISHED_HINT)
+    own = " and comes with code of its own" if "auto_map" in raw else ""
+    raise CheckpointError(
+        f"`{path}`: model type `{model_type}` is not known to transformers "
+        f"{transformers.__version__}{own}",
+        hint="hotset runs the architectures of this transformers version, and no code from a "
+        "checkpoint; a newer hotset may know it",
+    )
+
+
+def _check_dtypes(path: Path, raw: dict[str, Any]) -> None:
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            value = part.get(key)
+            name = str(value).removeprefix("torch.")
+            if value is not None and not isinstance(getattr(torch, name, None), torch.dtype):
+                raise CheckpointError(
+                    f"`{path}`: `{key}` is {value!r}, which is no dtype of torch",
+                    hint=f"correct it; it may be one of {', '.join(DTYPES)}",
+                )
 
 
 def build_meta(config: PretrainedConfig, dtype: str | None = None) -> MetaModel:
@@ -125,13 +156,20 @@ def _stock_code(stock: type[PreTrainedModel]) -> Iterator[None]:
     except _BAD_CONFIG as error:
         raise CheckpointError(
             f"`config.json` describes a `{stock.__name__}` that cannot be built: {_reason(error)}",
-            hint="compare it with the one that was published",
+            hint=_PUBLISHED_HINT,
         ) from error
 
 
 def _reason(error: Exception) -> str:
-    """A message on one line, with the kind of error where the message alone says little."""
-    text = " ".join(str(error).split()[:40])
+    """The first sentences of a message on one line, with the kind of error where the message
+    alone says little."""
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z`])", " ".join(str(error).split()))
+    text = sentences[0]
+    for sentence in sentences[1:]:
+        if len(text) + len(sentence) > _MOST_REASON:
+            break
+        text += f" {sentence}"
+    text = text if len(text) <= 2 * _MOST_REASON else f"{text[: 2 * _MOST_REASON]} ..."
     return text if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {text}"
 
 

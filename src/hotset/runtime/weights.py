@@ -13,13 +13,12 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from hotset.checkpoint.index import CheckpointIndex
 from hotset.checkpoint.loader import load_experts
-from hotset.checkpoint.mapping import KeyMap
 from hotset.checkpoint.source import resolve_model
-from hotset.checkpoint.validate import check_complete, check_finite_core
+from hotset.checkpoint.validate import check_finite_core
 from hotset.core.geometry import ModelGeometry
 from hotset.experts.store import ExpertStore
+from hotset.models.describe import read_keys
 from hotset.models.geometry import build_meta, read_config
 from hotset.models.load import load_resident
 from hotset.runtime.text import Text
@@ -64,14 +63,7 @@ class CheckpointWeights:
         self.folder: Path = resolve_model(model, revision)
         self.config = read_config(self.folder)
         self.meta = build_meta(self.config, dtype)
-        self.index = CheckpointIndex.read(self.folder)
-        self.keys = KeyMap.build(
-            self.index,
-            model=self.meta.model,
-            params=self.meta.params,
-            towers=self.meta.towers,
-        )
-        check_complete(self.keys, model=self.meta.model)
+        self.keys = read_keys(self.folder, self.meta)
         self._text = Text(self.folder, self.config)
 
     @property

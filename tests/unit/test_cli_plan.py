@@ -17,6 +17,7 @@ from hotset.cli.plan import plan
 from hotset.cli.plan_table import plan_table
 from hotset.core.errors import CapacityError, ConfigError
 from hotset.core.planner import PlanRequest, make_plan
+from hotset.models.describe import Description
 
 
 @pytest.fixture
@@ -26,13 +27,13 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
     def describe(model: str, dtype: str | None = None, revision: str | None = None):
         asked.update(model=model, dtype=dtype, revision=revision)
-        return qwen3_30b()
+        return Description(qwen3_30b(), weights_checked=model.startswith("local"))
 
     def probe_machine(device: str | None):
         asked.update(device=device)
         return gpu()
 
-    monkeypatch.setattr("hotset.models.geometry.describe", describe)
+    monkeypatch.setattr("hotset.models.describe.describe", describe)
     monkeypatch.setattr("hotset.runtime.planning.probe_machine", probe_machine)
     app = typer.Typer()
     app.command()(plan)
@@ -98,7 +99,14 @@ def test_table_has_lines_choices_and_verdict(run) -> None:
     assert result.stdout.startswith("m on a GPU\n")
     for text in ("resident weights", "expert arena", "budget", "requested", "auto", "as set"):
         assert text in result.stdout
-    assert result.stdout.rstrip().endswith("fits")
+    lines = result.stdout.rstrip().splitlines()
+    assert lines[-2:] == ["fits", "weights not checked: only the config is read here"]
+
+
+def test_whether_weights_were_checked_is_said(run) -> None:
+    assert json.loads(run("local", "--json")[0].stdout)["weights_checked"] is True
+    assert json.loads(run("hub/id", "--json")[0].stdout)["weights_checked"] is False
+    assert "weights" not in run("local")[0].stdout.splitlines()[-1]
 
 
 def test_table_in_full() -> None:
@@ -120,8 +128,8 @@ def test_table_in_full() -> None:
     ("flags", "message"),
     [
         (("--vram", "lots"), "`--vram` is `lots`, which is not a size"),
-        (("--context", "1"), "`context_tokens` is 1, the least is 2"),
-        (("--dtype", "int3"), "`dtype` is `int3`"),
+        (("--context", "1"), "`--context` is 1, the least is 2"),
+        (("--dtype", "int3"), "`--dtype` is `int3`"),
     ],
 )
 def test_wrong_values(run, flags: tuple[str, ...], message: str) -> None:

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from hotset.core.errors import CheckpointError, RequestError
 from hotset.core.request import SamplingParams
-from hotset.runtime.text import Detokenizer, Text, stop_ids
+from hotset.runtime.text import Detokenizer, Text
+from hotset.runtime.text_files import stop_ids
 from tiny import tiny_config
 from vocabulary import BYTE_VOCAB, SPECIALS, byte_ids, byte_tokenizer
 
@@ -200,25 +201,47 @@ def test_sampling_defaults_are_the_checkpoints(
     assert make_text(tmp_path, **generation).sampling_defaults() == want
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+
+
 @pytest.mark.parametrize(
-    ("file", "content"),
+    ("file", "content", "message"),
     [
-        ("tokenizer.json", None),
-        ("tokenizer.json", "not json"),
-        ("tokenizer.json", "{}"),
-        ("tokenizer_config.json", "[]"),
-        ("generation_config.json", "{"),
-        ("generation_config.json", "[]"),
+        ("tokenizer.json", None, "`{folder}` has no `tokenizer.json`"),
+        ("tokenizer.json", "not json", "`{file}` is damaged: it is not JSON"),
+        ("tokenizer.json", "{}", "the tokenizer of `{folder}` cannot be loaded"),
+        ("tokenizer.json", POINTER, "`{file}` is a Git LFS pointer"),
+        ("tokenizer_config.json", "[]", "`{file}` is damaged: it is not a JSON object"),
+        ("tokenizer_config.json", "{", "`{file}` is damaged: it is not JSON"),
+        ("generation_config.json", "{", "`{file}` is damaged: it is not JSON"),
+        ("generation_config.json", "[]", "`{file}` is damaged: it is not a JSON object"),
+        (
+            "generation_config.json",
+            '{"do_sample": true, "temperature": -1}',
+            "`{file}`: `temperature` is -1",
+        ),
+        ("generation_config.json", '{"max_new_tokens": -1}', "`{file}`: `max_new_tokens`"),
+        ("generation_config.json", '{"eos_token_id": "a"}', "`{file}`: `eos_token_id` is 'a'"),
+        (
+            "generation_config.json",
+            '{"eos_token_id": [1, 128]}',
+            "`{file}`: `eos_token_id` is [1, 128], the vocabulary has 128 ids",
+        ),
     ],
 )
-def test_damaged_files_are_named(tmp_path: Path, file: str, content: str | None) -> None:
+def test_damaged_files_are_named(
+    tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
     make_text(tmp_path, do_sample=False)
     if content is None:
         (tmp_path / file).unlink()
     else:
         (tmp_path / file).write_text(content)
-    with pytest.raises(CheckpointError, match=r"tokenizer of|generation_config\.json"):
+    with pytest.raises(CheckpointError) as caught:
         Text(tmp_path, CONFIG)
+    expected = message.replace("{folder}", str(tmp_path)).replace("{file}", str(tmp_path / file))
+    assert caught.value.message.startswith(expected)
+    assert caught.value.hint
 
 
 def test_the_vocabulary_of_these_tests() -> None:

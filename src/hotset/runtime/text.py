@@ -5,15 +5,22 @@ Knows token ids and strings; nothing about logits or devices.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
-from hotset.core.errors import CheckpointError, RequestError
+from hotset.core.errors import RequestError
 from hotset.core.request import SamplingParams
+from hotset.runtime.text_files import (
+    load_generation_config,
+    load_tokenizer,
+    sampling_defaults,
+    stop_ids,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -31,25 +38,25 @@ class Text:
         config: its config.
 
     Raises:
-        CheckpointError: the tokenizer's files are missing or not understood.
+        CheckpointError: the tokenizer's files are missing or not understood, or the generation
+            defaults have values that make no sense.
     """
 
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder, trust_remote_code=False, local_files_only=True
-            )
-        except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(
-                f"the tokenizer of `{folder}` cannot be loaded: {reason}",
-                hint="hotset runs no code from a checkpoint; it needs a `tokenizer.json`",
-            ) from error
-        self._defaults = _generation_config(folder)
-        self.stop_ids = stop_ids(config, self._defaults, self._tokenizer.eos_token_id)
+        self._tokenizer: Any = load_tokenizer(folder)
+        # How long a text may be is the plan's business; the tokenizer would only warn about it.
+        self._tokenizer.model_max_length = sys.maxsize
+        generation = load_generation_config(folder)
+        self._sampling_defaults = sampling_defaults(generation, folder)
+        self.stop_ids = stop_ids(config, generation, self._tokenizer.eos_token_id, folder)
 
     def encode(self, prompt: str) -> list[int]:
-        """Ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
+        """Ids of a plain prompt, with the special tokens that the tokenizer adds by itself.
+
+        Raises:
+            RequestError: it is no text, or has half a character that no encoding can hold.
+        """
+        _check_text(prompt, "the prompt")
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
@@ -59,8 +66,9 @@ class Text:
         The template prints its own special tokens; none is added a second time.
 
         Raises:
-            RequestError: there is no template, or it refuses the messages.
+            RequestError: there is no template, it refuses the messages, or these are no texts.
         """
+        _check_messages(messages)
         if not self._tokenizer.chat_template:
             raise RequestError(
                 "this checkpoint has no chat template", hint="send a plain prompt instead"
@@ -86,47 +94,31 @@ class Text:
 
     def sampling_defaults(self) -> SamplingParams:
         """What the checkpoint's generation_config.json asks for; greedy where it says nothing."""
-        config = self._defaults
-        if config is None or not config.do_sample:
-            return SamplingParams()
-        return SamplingParams(
-            temperature=1.0 if config.temperature is None else config.temperature,
-            top_p=1.0 if config.top_p is None else config.top_p,
-            top_k=config.top_k or 0,
-            min_p=config.min_p or 0.0,
-        )
+        return self._sampling_defaults
 
 
-def _generation_config(folder: Path) -> GenerationConfig | None:
-    if not (folder / "generation_config.json").exists():
-        return None
+def _check_text(text: object, name: str) -> None:
+    if not isinstance(text, str):
+        raise RequestError(f"{name} is of type `{type(text).__name__}`, it must be a text")
     try:
-        config: GenerationConfig = GenerationConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"`{folder / 'generation_config.json'}`: {error}") from error
-    return config
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} is not valid text: character {error.start + 1} is a lone surrogate",
+            hint="it often comes from bytes that are not UTF-8",
+        ) from error
 
 
-def stop_ids(
-    config: PretrainedConfig, generation: GenerationConfig | None, tokenizer_eos: int | None
-) -> frozenset[int]:
-    """Union of the end ids of generation_config, config and tokenizer.
-
-    Each alone is wrong for some published model: Qwen3.5's config names only `<|endoftext|>` and
-    would never stop a chat turn, others leave an id to the tokenizer.
-
-    Raises:
-        CheckpointError: one of them is no id and no list of ids.
-    """
-    text = config.get_text_config()
-    given = [getattr(source, "eos_token_id", None) for source in (generation, config, text)]
-    found: set[int] = set()
-    for value in (*given, tokenizer_eos):
-        ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(token, int) for token in ids):
-            raise CheckpointError(f"`eos_token_id` is {value!r}, which is no id and no list of ids")
-        found.update(ids)
-    return frozenset(found)
+def _check_messages(messages: object) -> None:
+    wanted = "a list of messages such as `{'role': 'user', 'content': 'Hello'}`"
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        kind = type(messages).__name__
+        raise RequestError(f"`messages` is of type `{kind}`, it must be {wanted}")
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"message {number} is {message!r}; `messages` must be {wanted}")
+        if isinstance(message.get("content"), str):
+            _check_text(message["content"], f"message {number}")
 
 
 class Detokenizer:

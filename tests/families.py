@@ -21,8 +21,8 @@ from hotset.runtime.engine import Engine
 from hotset.runtime.planning import plan_engine
 from hotset.runtime.verify import logit_bound
 from hotset.runtime.weights import CheckpointWeights
-from tiny import VOCAB, save_tiny
-from vocabulary import save_words
+from tiny import VOCAB, save_tiny, tiny_config
+from vocabulary import BYTE_VOCAB, TEMPLATE, byte_tokenizer, save_words
 
 # In every run: plain, other key names, interleaved with biases, latents with groups of experts and
 # a dense first layer, linear attention, a correction bias with a dense first layer.
@@ -113,6 +113,19 @@ def make_family(model_type: str, folder: Path, **options: object) -> Family:
         save_tiny(model_type, folder, max_shard_size=4 * MIB, **options)  # type: ignore[arg-type]
     save_words(folder, vocab=VOCAB)
     return Family(folder, CheckpointWeights(str(folder)))
+
+
+def make_chatty(folder: Path, *, template: str | None = TEMPLATE) -> Path:
+    """A tiny checkpoint that reads and writes bytes and has a chat template.
+
+    Its end id is 1; random logits hardly ever choose it.
+    """
+    config = tiny_config("qwen3_moe")
+    values = config.to_dict() | {"vocab_size": BYTE_VOCAB, "eos_token_id": 1}
+    with quiet_transformers():
+        save_tiny("qwen3_moe", folder, config=type(config)(**values))
+    byte_tokenizer(template=template).save_pretrained(folder)
+    return folder
 
 
 def text(num_tokens: int, seed: int = 1) -> list[int]:

@@ -9,9 +9,11 @@ Joins the engine (ids) with the checkpoint's text side. The command line is a th
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from operator import index
 from types import TracebackType
 from typing import Any
 
@@ -21,15 +23,11 @@ from hotset.core.config import EngineConfig
 from hotset.core.errors import RequestError
 from hotset.core.plan import MemoryPlan
 from hotset.core.request import FinishReason, SamplingParams
-from hotset.core.units import parse_bytes
 from hotset.runtime.engine import Engine
 from hotset.runtime.memory import measure
 from hotset.runtime.routing import Traffic
 from hotset.runtime.text import Detokenizer, Messages, Text
 from hotset.runtime.weights import CheckpointWeights
-
-_SIZES = {"vram": "vram_bytes", "ram": "ram_bytes"}
-_NAMES = {"context": "context_tokens"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,8 @@ class Stats:
         num_prompt_tokens, num_tokens: of the answer.
         first_token_seconds: from the request to its first token.
         tokens_per_second: of the tokens after the first; 0 with fewer than two.
-        hit_rate: share of the experts used after the first token that had a slot.
+        hit_rate: share of the experts used after the first token that had a slot; 1 with fewer
+            than two.
         link_bytes_per_token: bytes of the others, for each token after the first.
         prompt_link_bytes: bytes of experts without a slot that the prompt used.
         num_slots: slots of the engine.
@@ -78,7 +77,10 @@ class Stats:
 
 
 def load(
-    model: str = "pocket", *, progress: Callable[[int, int], None] | None = None, **options: Any
+    model: str | os.PathLike[str] = "pocket",
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    **options: Any,
 ) -> Model:
     """Loads a model.
 
@@ -96,19 +98,14 @@ def load(
         HardwareError: the machine lacks something.
     """
     config = make_config(model, **options)
-    source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
+    source = CheckpointWeights(config.model, dtype=config.dtype, revision=config.revision)
     return Model(Engine(source, config, progress=progress))
 
 
-def make_config(model: str, **options: Any) -> EngineConfig:
+def make_config(model: str | os.PathLike[str], **options: Any) -> EngineConfig:
     """An `EngineConfig` from the options of `load`, sizes in words included."""
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in _SIZES:
-            given[_SIZES[name]] = None if value is None else parse_bytes(value, name=name)
-        else:
-            given[_NAMES.get(name, name)] = value
-    return EngineConfig.from_options(model, **given)
+    name = os.fspath(model) if isinstance(model, os.PathLike) else model
+    return EngineConfig.from_options(name, **options)
 
 
 class Model:
@@ -152,10 +149,10 @@ class Model:
         self,
         prompt: str | None = None,
         *,
-        token_ids: Sequence[int] | None = None,
+        token_ids: Sequence[int] | torch.Tensor | None = None,
         messages: Messages | None = None,
         max_tokens: int | None = None,
-        stop_ids: frozenset[int] | None = None,
+        stop_ids: Collection[int] | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
@@ -166,7 +163,7 @@ class Model:
 
         Args:
             prompt: plain text; or
-            token_ids: ids; or
+            token_ids: ids, [T]; or
             messages: a conversation, through the checkpoint's chat template. Exactly one of them.
             max_tokens: most new tokens; `None` goes on to the end of the context.
             stop_ids: ids that end the answer; default the checkpoint's.
@@ -189,7 +186,10 @@ class Model:
         sampling = replace(defaults, **chosen)  # type: ignore[arg-type]
         # Checked here and not at the first `next`, so that a wrong request fails where it is made.
         steps = self.engine.generate_ids(
-            ids, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids
+            ids,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=None if stop_ids is None else frozenset(_ids(stop_ids, "stop_ids")),
         )
         return self._stream(ids, steps)
 
@@ -206,7 +206,10 @@ class Model:
             yield Token(piece, step.token_id, step.finish_reason)
 
     def _prompt_ids(
-        self, prompt: str | None, token_ids: Sequence[int] | None, messages: Messages | None
+        self,
+        prompt: str | None,
+        token_ids: Sequence[int] | torch.Tensor | None,
+        messages: Messages | None,
     ) -> list[int]:
         given = [value for value in (prompt, token_ids, messages) if value is not None]
         if len(given) != 1:
@@ -217,7 +220,7 @@ class Model:
             return self.text.encode(prompt)
         if messages is not None:
             return self.text.encode_chat(messages)
-        return list(token_ids or [])
+        return _ids(token_ids, "token_ids")
 
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Next-token logits after every token, [T, V] float32 on the CPU."""
@@ -237,6 +240,18 @@ class Model:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _ids(values: object, name: str) -> list[int]:
+    """Plain ids, from whatever holds whole numbers."""
+    if isinstance(values, torch.Tensor):
+        values = values.tolist()
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise RequestError(f"`{name}` is {values!r}, it must be a list of token ids")
+    try:
+        return [index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(f"`{name}` must be whole numbers: {error}") from error
 
 
 class _Meter:

@@ -1,4 +1,7 @@
-"""`hotset generate`: loads a model and streams one answer to stdout. A thin layer over `load`."""
+"""`hotset generate`: loads a model and streams one answer to stdout. A thin layer over the API.
+
+What is wrong with a request is said before weights are read.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,28 @@ from hotset.cli.options import (
     Revision,
     Strict,
     Vram,
+    engine_config,
+    named_by_flag,
 )
 from hotset.cli.progress import loading_bar
+from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
+from hotset.core.request import SamplingParams, check_length, check_max_tokens
 from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
     from hotset.api import Model, Stats, Token
+    from hotset.core.config import EngineConfig
+    from hotset.runtime.weights import CheckpointWeights
+
+# Most new tokens where nobody said how many; fewer where the context leaves fewer.
+DEFAULT_MAX_TOKENS = 256
+_DEFAULT = "Default: the checkpoint's generation_config.json"
 
 
 def generate(  # noqa: PLR0913 - one parameter for each flag
     model: ModelArgument,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt.")] = None,
+    prompt: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt.")] = None,
     *,
     vram: Vram = None,
     ram: Ram = None,
@@ -52,12 +65,34 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     half_life: HalfLifeOption = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest; 0 is off.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Share of the likeliest to keep.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}, or what the context "
+            "leaves."
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=f"0..100; 0 is greedy. {_DEFAULT}, or greedy.")
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help=f"Nucleus sampling, above 0 to 1; 1 is off. {_DEFAULT}, or 1."),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=f"Keep the k likeliest; 0 is off. {_DEFAULT}, or 0.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Drop what is less likely than this share, 0..1, of the likeliest; 0 is off. "
+            f"{_DEFAULT}, or 0."
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Makes sampling repeatable, from 0 on. Default: a fresh one."),
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt through the chat template.")
     ] = False,
@@ -70,45 +105,54 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset generate Qwen/Qwen3-30B-A3B --vram 16GiB --chat "Why is the sky blue?"`
     """
+    config = engine_config(
+        model,
+        vram=vram,
+        ram=ram,
+        device=device,
+        dtype=dtype,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        kernels=kernels,
+        revision=revision,
+        strict=strict,
+        policy=policy,
+        half_life=half_life,
+        graphs=graphs,
+        compiled=compiled,
+    )
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+    }
+    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    with named_by_flag():
+        SamplingParams(**sampling)
+        check_max_tokens(max_tokens)
     text = _prompt(prompt, prompt_file)
-    from hotset import load
+    from hotset.api import Model
+    from hotset.runtime.engine import Engine
+    from hotset.runtime.weights import CheckpointWeights
 
+    source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
+    ids = _encode(source, text, chat=chat)
+    _check_fits(source, config, len(ids), max_tokens)
     with loading_bar() as progress:
-        loaded = load(
-            model,
-            progress=progress,
-            vram=vram,
-            ram=ram,
-            device=device,
-            dtype=dtype,
-            context=context,
-            prefill_chunk=prefill_chunk,
-            kernels=kernels,
-            revision=revision,
-            strict=strict,
-            policy=policy,
-            half_life=half_life,
-            graphs=graphs,
-            compiled=compiled,
-        )
-    source = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
-    with loaded as engine:
-        tokens = engine.generate(
-            **source,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-        )
+        engine = Engine(source, config, progress=progress)
+    with Model(engine) as loaded:
+        room = loaded.plan.context_tokens - len(ids)
+        most = min(DEFAULT_MAX_TOKENS, max(1, room)) if max_tokens is None else max_tokens
+        tokens = loaded.generate(token_ids=ids, max_tokens=most, **sampling)
         result = _run(tokens, echo=None if as_json else _write)
-        stats = engine.stats
+        stats = loaded.stats
         if as_json:
             typer.echo(json.dumps({**result, "stats": stats.to_dict()}, ensure_ascii=False))
         else:
             typer.echo()
-        _say_costs(engine, stats)
+        _say_costs(loaded, stats)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -120,19 +164,23 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None:
         return prompt
     assert file is not None
-    if str(file) == "-":
-        return _decoded(sys.stdin.buffer.read(), "stdin")
-    try:
-        return _decoded(file.read_bytes(), str(file))
-    except OSError as error:
-        raise ConfigError(f"`--prompt-file {file}` cannot be read: {error.strerror}") from error
+    return read_text(file, flag="--prompt-file")
 
 
-def _decoded(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"the prompt in `{name}` is not UTF-8: {error}") from error
+def _encode(source: CheckpointWeights, text: str, *, chat: bool) -> list[int]:
+    if chat:
+        return source.text.encode_chat([{"role": "user", "content": text}])
+    return source.text.encode(text)
+
+
+def _check_fits(
+    source: CheckpointWeights, config: EngineConfig, num_prompt: int, max_tokens: int | None
+) -> None:
+    """Refuses a request that the plan's context cannot hold; the engine makes that plan again."""
+    from hotset.runtime.planning import plan_engine
+
+    _, plan = plan_engine(source.geometry, config)
+    check_length(num_prompt, max_tokens, plan.require_fit().context_tokens)
 
 
 def _run(tokens: Iterator[Token], *, echo: Callable[[str], None] | None) -> dict[str, Any]:
@@ -155,16 +203,21 @@ def _write(text: str) -> None:
 
 def _say_costs(model: Model, stats: Stats) -> None:
     plan = model.plan
-    typer.echo(
-        f"{stats.num_tokens} tokens at {stats.tokens_per_second:.1f} tokens/s "
-        f"(first after {stats.first_token_seconds:.2f} s) | "
-        f"hit rate {stats.hit_rate:.3f} | "
-        f"{format_bytes(stats.link_bytes_per_token)} over the link per token | "
-        f"{stats.num_slots} slots | "
+    # Speed and hits are counted from the second token on.
+    measured = stats.num_tokens > 1
+    speed = f"{stats.tokens_per_second:.1f}" if measured else "n/a"
+    hit_rate = f"{stats.hit_rate:.3f}" if measured else "n/a"
+    link = format_bytes(stats.link_bytes_per_token) if measured else "n/a"
+    parts = [
+        f"{amount(stats.num_tokens, 'token')} at {speed} tokens/s "
+        f"(first after {stats.first_token_seconds:.2f} s)",
+        f"hit rate {hit_rate}",
+        f"{link} over the link per token",
+        amount(stats.num_slots, "slot"),
         f"peak VRAM {format_bytes(stats.device_peak_bytes)}, "
         f"RSS {format_bytes(stats.host_peak_bytes)}",
-        err=True,
-    )
+    ]
+    typer.echo(" | ".join(parts), err=True)
     host = f"host: planned {format_bytes(plan.host.total_bytes)}, "
     host += f"peak RSS {format_bytes(stats.host_peak_bytes)}"
     if stats.device_peak_bytes:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 
 from hotset.core.config import EngineConfig
-from hotset.core.units import parse_bytes
+from hotset.core.errors import ConfigError, RequestError
 
 ModelArgument = Annotated[
-    str, typer.Argument(help="Hub id, local folder, or `pocket` (inside the package).")
+    str,
+    typer.Argument(metavar="MODEL", help="Hub id, local folder, or `pocket` (inside the package)."),
 ]
 Vram = Annotated[
     str | None,
@@ -41,7 +44,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 PolicyOption = Annotated[
     str | None,
     typer.Option(
-        "--policy", help="Who owns a slot: `half-life`, `lru` or `none`. Default: what fits."
+        "--policy",
+        help="Who owns a slot: `half-life`, `lru` or `none`. Default: `half-life` where slots are "
+        "fewer than experts.",
     ),
 ]
 HalfLifeOption = Annotated[
@@ -57,35 +62,38 @@ Compiled = Annotated[
 Strict = Annotated[bool, typer.Option(help="Make every path that is not the planned one an error.")]
 
 
-def engine_config(  # noqa: PLR0913 - one parameter for each shared flag
-    model: str,
-    *,
-    vram: str | None = None,
-    ram: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    context: int | None = None,
-    prefill_chunk: int | None = None,
-    kernels: str | None = None,
-    revision: str | None = None,
-    poison: bool = False,
-    strict: bool = False,
-) -> EngineConfig:
-    """The config that these flags describe.
+def engine_config(model: str, **options: Any) -> EngineConfig:
+    """The config that these flags describe, each under the option's own name.
 
     Raises:
         ConfigError: a value is wrong; the message names the flag.
     """
-    return EngineConfig(
-        model=model,
-        device=device,
-        dtype=dtype,
-        vram_bytes=None if vram is None else parse_bytes(vram, name="--vram"),
-        ram_bytes=None if ram is None else parse_bytes(ram, name="--ram"),
-        context_tokens=context,
-        prefill_chunk=prefill_chunk,
-        kernels=kernels,
-        revision=revision,
-        poison=poison,
-        strict=strict,
-    )
+    with named_by_flag():
+        return EngineConfig.from_options(model, **options)
+
+
+@contextmanager
+def named_by_flag() -> Iterator[None]:
+    """Calls a wrong option what it is on a command line: `top_p` is `--top-p`.
+
+    Raises:
+        ConfigError: for a wrong parameter of a request too: on a command line it is a flag.
+    """
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        if error.option is None:
+            raise
+        flag = f"`--{error.option.replace('_', '-')}`"
+        message = error.message.replace(f"`{error.option}`", flag)
+        raise ConfigError(message, hint=error.hint) from error
+
+
+def check_at_least(flag: str, value: int | None, least: int) -> None:
+    """Refuses a count that is too small; `None` was not given.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if value is not None and value < least:
+        raise ConfigError(f"`{flag}` is {value}, the least is {least}")

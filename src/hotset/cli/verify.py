@@ -24,7 +24,7 @@ from hotset.cli.options import (
     engine_config,
 )
 from hotset.cli.progress import loading_bar
-from hotset.core.errors import ConfigError
+from hotset.cli.text import read_text
 from hotset.core.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
     from hotset.runtime.verify import verify as run
     from hotset.runtime.weights import CheckpointWeights
 
-    source = CheckpointWeights(model, dtype=dtype, revision=revision)
+    source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
     config = _with_slots(config, source)
     ids = source.text.encode(sample)[:_NUM_TOKENS]
     checks = []
@@ -98,10 +98,7 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
 def _read_text(file: Path | None) -> str:
     if file is None:
         return (resources.files("hotset") / "data" / "verify.txt").read_text(encoding="utf-8")
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`--text {file}` cannot be read: {error}") from error
+    return read_text(file, flag="--text")
 
 
 def _with_slots(config: EngineConfig, source: CheckpointWeights) -> EngineConfig:

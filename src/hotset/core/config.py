@@ -6,14 +6,43 @@ set is honoured or refused, never replaced.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from math import isnan
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from hotset.core.errors import ConfigError
+from hotset.core.units import MAX_BYTES, parse_bytes
 
 DEVICES = ("cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 KERNELS = ("triton", "reference")
+
+# More than any model's context, and every product with bytes per token fits 64 bits.
+MAX_TOKENS = 2**31 - 1
+
+# What users call a field whose name here carries its unit.
+OPTION_NAMES = {"vram_bytes": "vram", "ram_bytes": "ram", "context_tokens": "context"}
+_SIZES = ("vram_bytes", "ram_bytes")
+_SHORT = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "gpu": "cuda",
+}
+_TYPE_WORDS: dict[type, str] = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    NoneType: "None",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +67,9 @@ class EngineConfig:
         poison: fill free slots with NaN (debugging; `verify` sets it).
         strict: a path that is not the planned one is an error instead of one warning.
         revision: Hub revision.
+
+    Raises:
+        ConfigError: a value of the wrong type, out of range, or an unknown choice.
     """
 
     model: str
@@ -57,36 +89,68 @@ class EngineConfig:
     revision: str | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         _check_choice("device", self.device, DEVICES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
-        for name, least in (
-            ("vram_bytes", 0),
-            ("ram_bytes", 1),
-            ("context_tokens", 2),
-            ("prefill_chunk", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"`{name}` is {value}, the least is {least}")
+        _check_range("vram", self.vram_bytes, 0, MAX_BYTES)
+        _check_range("ram", self.ram_bytes, 1, MAX_BYTES)
+        _check_range("context", self.context_tokens, 2, MAX_TOKENS)
+        _check_range("prefill_chunk", self.prefill_chunk, 1, MAX_TOKENS)
+        if self.half_life is not None and (isnan(self.half_life) or self.half_life <= 0):
+            raise ConfigError(
+                f"`half_life` is {self.half_life}, it must be above 0", option="half_life"
+            )
 
-        if self.half_life is not None and not self.half_life > 0:
-            raise ConfigError(f"`half_life` is {self.half_life}, it must be above 0")
+    def _check_types(self) -> None:
+        for name, declared in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            wanted = get_args(declared) or (declared,)
+            # A whole number is a number, and to Python `True` is 1, which nobody means here.
+            allowed = (*wanted, int) if float in wanted else wanted
+            if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in wanted):
+                option = OPTION_NAMES.get(name, name)
+                words = " or ".join(_TYPE_WORDS[kind] for kind in wanted)
+                raise ConfigError(f"`{option}` is {value!r}, it must be {words}", option=option)
 
     @classmethod
-    def from_options(cls, model: str, **options: object) -> EngineConfig:
-        """Builds a config from keyword options; an unknown one is refused with the nearest name."""
-        known = {field.name for field in fields(cls)} - {"model"}
-        for name in options:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
+    def from_options(cls, model: str, **options: Any) -> EngineConfig:
+        """Builds a config from options as users call them: `vram` and `ram` in bytes or as text
+        (`8GiB`), `context`, and every other field by its name.
+
+        Raises:
+            ConfigError: an unknown option, with the nearest name; a wrong value.
+        """
+        known = dict(cls._options())
+        given: dict[str, Any] = {}
+        for option, value in options.items():
+            if option not in known:
+                close = get_close_matches(option, known, n=1)
                 hint = (
                     f"did you mean `{close[0]}`?" if close else f"known: {', '.join(sorted(known))}"
                 )
-                raise ConfigError(f"unknown option `{name}`", hint=hint)
-        return cls(model=model, **options)  # type: ignore[arg-type]
+                raise ConfigError(f"unknown option `{option}`", hint=hint)
+            is_size = known[option] in _SIZES and value is not None
+            given[known[option]] = parse_bytes(value, name=option) if is_size else value
+        return cls(model=model, **given)
+
+    @classmethod
+    def _options(cls) -> Iterator[tuple[str, str]]:
+        """Every option's name and its field's."""
+        for field in fields(cls):
+            if field.name != "model":
+                yield OPTION_NAMES.get(field.name, field.name), field.name
 
 
 def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        raise ConfigError(f"`{name}` is `{value}`", hint=f"one of {', '.join(choices)}")
+        meant = _SHORT.get(value.lower())
+        hint = f"did you mean `{meant}`?" if meant in choices else f"one of {', '.join(choices)}"
+        raise ConfigError(f"`{name}` is `{value}`", hint=hint, option=name)
+
+
+def _check_range(name: str, value: int | None, least: int, most: int) -> None:
+    if value is None or least <= value <= most:
+        return
+    limit = f"the least is {least}" if value < least else f"the most is {most}"
+    raise ConfigError(f"`{name}` is {value}, {limit}", option=name)

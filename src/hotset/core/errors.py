@@ -22,14 +22,16 @@ class HotsetError(Exception):
     Args:
         message: what is wrong, the value and the limit, one sentence without a full stop.
         hint: what to do next (a flag, a command); shown on its own line.
+        option: the option that is wrong, where it is one; the message has it in backquotes.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, option: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.option = option
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n\nhint: {self.hint}"

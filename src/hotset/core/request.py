@@ -9,6 +9,7 @@ from hotset.core.errors import RequestError
 
 # Below this every difference between logits that matters is infinite in float32; 0 is meant.
 MIN_TEMPERATURE = 1e-6
+MAX_TEMPERATURE = 100.0
 
 
 class FinishReason(Enum):
@@ -39,24 +40,49 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        # Written so that NaN fails too.
-        if not (self.temperature == 0.0 or MIN_TEMPERATURE <= self.temperature <= 100.0):
-            raise RequestError(
-                f"`temperature` is {self.temperature}, it must be 0 or in {MIN_TEMPERATURE}..100"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestError(f"`top_p` is {self.top_p}, it must be above 0 and at most 1")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise RequestError(f"`min_p` is {self.min_p}, it must be in 0..1")
-        if not (isinstance(self.top_k, int) and self.top_k >= 0):
-            raise RequestError(f"`top_k` is {self.top_k!r}, it must be 0 (off) or a whole number")
-        seed = self.seed
-        if seed is not None and not (isinstance(seed, int) and 0 <= seed < 2**63):
-            raise RequestError(f"`seed` is {seed!r}, it must be a whole number in 0..2^63-1")
+        # Comparisons are written so that NaN fails too.
+        heat, top_p, min_p = (_number(self, name) for name in ("temperature", "top_p", "min_p"))
+        if not (heat == 0.0 or MIN_TEMPERATURE <= heat <= MAX_TEMPERATURE):
+            limits = f"0 or in {MIN_TEMPERATURE}..{MAX_TEMPERATURE:g}"
+            raise _wrong("temperature", heat, limits)
+        if not 0.0 < top_p <= 1.0:
+            raise _wrong("top_p", top_p, "above 0 and at most 1")
+        if not 0.0 <= min_p <= 1.0:
+            raise _wrong("min_p", min_p, "in 0..1")
+        if not (_is_whole(self.top_k) and 0 <= self.top_k < 2**31):
+            raise _wrong("top_k", self.top_k, "0 (off) or a whole number below 2^31")
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed < 2**63):
+            raise _wrong("seed", self.seed, "a whole number in 0..2^63-1")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _number(params: SamplingParams, name: str) -> float:
+    value: object = getattr(params, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(name, value, "a number")
+    return value
+
+
+def _is_whole(value: object) -> bool:
+    """`True` is 1 to Python, and nobody means it."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(name: str, value: object, wanted: str) -> RequestError:
+    return RequestError(f"`{name}` is {value!r}, it must be {wanted}", option=name)
+
+
+def check_max_tokens(max_tokens: int | None) -> None:
+    """Refuses what no request may ask for, whatever its prompt.
+
+    Raises:
+        RequestError: not a whole number from 1 on; `None` is no limit.
+    """
+    if max_tokens is not None and not (_is_whole(max_tokens) and max_tokens >= 1):
+        raise _wrong("max_tokens", max_tokens, "a whole number from 1 on")
 
 
 def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -> int:
@@ -72,8 +98,7 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
     """
     if num_prompt < 1:
         raise RequestError("the prompt has no tokens")
-    if max_tokens is not None and not (isinstance(max_tokens, int) and max_tokens >= 1):
-        raise RequestError(f"`max_tokens` is {max_tokens!r}, it must be a whole number from 1 on")
+    check_max_tokens(max_tokens)
     room = context_tokens - num_prompt
     if room < (max_tokens or 1):
         asked = "" if max_tokens is None else f" and {max_tokens} new ones"

@@ -1,4 +1,4 @@
-"""Resident weights as a state dict that reads itself: for `from_pretrained(state_dict=...)`.
+"""Weights as a state dict that reads itself: for `from_pretrained(state_dict=...)`.
 
 The library renames, converts, casts and places; only the reading is ours. So experts are not even
 looked at, shards need no index file, a damaged tensor is named together with its file, and no
@@ -74,3 +74,9 @@ def resident_state_dict(key_map: KeyMap, reader: ShardReader) -> dict[str, LazyT
         reader: must stay open until the library has loaded them; its threads may share it.
     """
     return {t.entry.name: LazyTensor(t.entry, reader) for t in key_map.core}
+
+
+def whole_state_dict(key_map: KeyMap, reader: ShardReader) -> dict[str, LazyTensor]:
+    """The same with the experts: what the stock model is loaded from."""
+    experts = {piece.entry.name: LazyTensor(piece.entry, reader) for piece in key_map.pieces}
+    return resident_state_dict(key_map, reader) | experts

@@ -72,12 +72,14 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
     )
     sample = _read_text(text)
     from hotset.runtime.engine import Engine
+    from hotset.runtime.verify import require_text
     from hotset.runtime.verify import verify as run
     from hotset.runtime.weights import CheckpointWeights
 
     source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
     config = _with_slots(config, source)
     ids = source.text.encode(sample)[:_NUM_TOKENS]
+    require_text(ids, "the text" if text is None else f"`--text {text}`")
     checks = []
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)

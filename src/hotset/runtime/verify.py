@@ -16,10 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from hotset.checkpoint.audit import audit_records
+from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.resident import whole_state_dict
 from hotset.core.errors import RequestError
 from hotset.core.placement import Placement
 from hotset.models.load import quiet_transformers
-from hotset.models.seam import model_class
+from hotset.models.seam import class_config, model_class
 from hotset.runtime.engine import Engine
 from hotset.runtime.weights import CheckpointWeights
 
@@ -57,8 +59,9 @@ def verify(
         stock: also compare with transformers' own forward; it loads the whole model in FP32.
 
     Raises:
-        RequestError: the engine's context is too short.
+        RequestError: the engine's context or the text is too short.
     """
+    require_text(text_ids)
     room = engine.plan.context_tokens - NUM_GREEDY
     if room < 2:
         raise RequestError(
@@ -75,7 +78,24 @@ def verify(
     if stock:
         yield from check_stock(engine, source, ids)
     else:
-        yield Check("stock logits", None, "not compared: the whole model in FP32 does not fit")
+        yield Check("stock logits", None, "the whole model in FP32 does not fit host memory")
+
+
+def require_text(text_ids: Sequence[int], name: str = "the text") -> None:
+    """Refuses a text that is too short for a perplexity; ask before loading.
+
+    Args:
+        text_ids: its tokens.
+        name: for the message.
+
+    Raises:
+        RequestError: it has fewer than two tokens.
+    """
+    if len(text_ids) < 2:
+        raise RequestError(
+            f"{name} has {len(text_ids)} tokens, at least 2 are needed to verify anything",
+            hint="give a text of a few sentences",
+        )
 
 
 def check_records(engine: Engine, source: CheckpointWeights) -> Check:
@@ -147,7 +167,7 @@ def check_decode(engine: Engine, prompt_ids: list[int]) -> Check:
 
 def placements(engine: Engine) -> Iterator[tuple[str, Placement]]:
     """Nothing resident, one layer, 37% and all of the slots, each at random experts."""
-    pools, num_slots = engine.pools, engine.pools.num_slots
+    pools, num_experts = engine.pools, engine.geometry.num_records
     rng = np.random.default_rng(0)
     layers = engine.geometry.layers
     yield "no expert in a slot", Placement(pools)
@@ -161,8 +181,8 @@ def placements(engine: Engine) -> Iterator[tuple[str, Placement]]:
             count = round(share * engine.plan.slots_per_layer[layer])
             resident[layer, rng.permutation(spec.num_experts)[:count]] = True
         if resident.any():
-            filled = int(resident.sum()) / num_slots
-            yield f"{filled:.0%} of {num_slots} slots", Placement.from_residents(pools, resident)
+            name = f"{int(resident.sum())} of {num_experts} experts in slots"
+            yield name, Placement.from_residents(pools, resident)
 
 
 def check_perplexity(engine: Engine, ids: list[int]) -> Check:
@@ -226,7 +246,9 @@ def compare_answer(engine: Engine, answer: list[int], want_TV: torch.Tensor) -> 
     behind = want_TV.amax(dim=-1) - chosen
     same = f"{int((behind == 0).sum())} of {len(answer)} greedy tokens are stock's"
     if engine.geometry.dtype != "float32":
-        return Check("greedy answer", None, f"{same}; near ties may differ in 16 bits")
+        if not behind.any():
+            return Check("greedy answer", True, same)
+        return Check("greedy answer", None, f"{same}; the others may be near ties in 16 bits")
     # Two logits that are each off by the bound may change places.
     bound = 2 * logit_bound(engine, want_TV)
     worst = float(behind.max())
@@ -263,12 +285,15 @@ def logit_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
 
 def stock_model(source: CheckpointWeights) -> PreTrainedModel:
     """transformers' own model of a checkpoint, with its plain experts loop, in FP32 on the CPU."""
-    with quiet_transformers():
-        model: PreTrainedModel = model_class(source.config).from_pretrained(
-            source.folder,
+    stock = model_class(source.config)
+    # By tensor and not by folder: the library would want an index file beside several shards.
+    with quiet_transformers(), ShardReader() as reader:
+        model: PreTrainedModel = stock.from_pretrained(
+            None,
+            config=class_config(stock, source.config),
+            state_dict=whole_state_dict(source.keys, reader),
             dtype=torch.float32,
             experts_implementation="eager",
-            local_files_only=True,
         )
     model.eval()
     return model

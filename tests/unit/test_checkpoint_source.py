@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from hotset.checkpoint import hub
 from hotset.checkpoint.hub import wanted_files
 from hotset.checkpoint.quantised import declared_method, refuse_quantised
 from hotset.checkpoint.source import resolve_config_only, resolve_model
-from hotset.core.errors import CapacityError, CheckpointError, HotsetError
+from hotset.core.errors import CapacityError, CheckpointError, ConfigError, HotsetError
 
 RESPONSE = SimpleNamespace(headers={}, request=None)
 
@@ -254,6 +255,11 @@ HUB_FAULTS = [
         "check the network",
     ),
     (
+        {"failure": errors.LocalEntryNotFoundError("Got: Timeout: no answer\nTry again.")},
+        "the Hub cannot be reached for `owner/name`: Timeout: no answer",
+        "check the network",
+    ),
+    (
         {"failure": OSError(28, "No space left on device")},
         "cannot store `owner/name` in `/cache/hub`: [Errno 28] No space left on device",
         "free some space",
@@ -286,6 +292,16 @@ def test_what_the_hub_answers_is_explained(
         resolve_model("owner/name", "v9")
     assert caught.value.message == message
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("resolve", [resolve_model, resolve_config_only])
+def test_only_the_hub_has_revisions(
+    tmp_path: Path, resolve: Callable[[str, str | None], Path]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("pocket", str(tmp_path)):
+        with pytest.raises(ConfigError, match="`--revision v9` is of a model on the Hub"):
+            resolve(name, "v9")
 
 
 def test_a_repository_without_a_config_is_refused(fake_hub: Any) -> None:

@@ -206,4 +206,6 @@ def _explained(repo_id: str, revision: str | None) -> Iterator[None]:
 
 
 def _first_line(error: Any) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    # The Hub client puts the cause before advice of its own: `Got: Cause: words`.
+    first = str(error).strip().partition("\n")[0].removeprefix("Got: ")
+    return first or type(error).__name__

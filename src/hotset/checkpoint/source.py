@@ -14,7 +14,7 @@ from pathlib import Path
 from hotset.checkpoint import hub
 from hotset.checkpoint.files import readable
 from hotset.checkpoint.quantised import refuse_quantised
-from hotset.core.errors import CheckpointError
+from hotset.core.errors import CheckpointError, ConfigError
 
 POCKET = "pocket"
 
@@ -46,8 +46,15 @@ def resolve_config_only(name: str, revision: str | None = None) -> Path:
 
     Raises:
         CheckpointError: no such model, it has no `config.json`, or it is quantised.
+        ConfigError: a revision of what is no Hub id.
     """
-    folder = local_folder(name) or hub.download_configs(name, revision)
+    folder = local_folder(name)
+    if folder is not None and revision is not None:
+        raise ConfigError(
+            f"`--revision {revision}` is of a model on the Hub, `{name}` is a folder on this disk",
+            hint="leave the revision out, or give a Hub id",
+        )
+    folder = folder or hub.download_configs(name, revision)
     refuse_quantised(folder)
     return folder
 

@@ -152,6 +152,33 @@ def test_chunk_beyond_the_context() -> None:
     assert problem.hint == "set `--prefill-chunk 512` or less, or leave it out"
 
 
+@pytest.mark.parametrize("machine", [cpu(), gpu()], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("vram_bytes", [None, 6 * GIB], ids=["auto", "6GiB"])
+@pytest.mark.parametrize(
+    ("context", "chunk"), [(10**12, None), (None, 10**12), (10**12, 10**13), (10**12, 8192)]
+)
+def test_a_length_out_of_all_measure_is_one_problem(
+    machine, vram_bytes: int | None, context: int | None, chunk: int | None
+) -> None:
+    """Not one more for the memory it would take, and what the hint says works."""
+    request = PlanRequest(context_tokens=context, prefill_chunk=chunk, vram_bytes=vram_bytes)
+    problems = make_plan(qwen3_30b(), machine, request).problems
+    asked = {"--context": context, "--prefill-chunk": chunk}
+    too_long = [flag for flag, value in asked.items() if (value or 0) > 10**11]
+    assert [problem.flag for problem in problems] == too_long
+    hints = " ".join(problem.hint for problem in problems)
+    changes = {
+        name: int(suggested(hints, flag))
+        for flag, name in (("--context", "context_tokens"), ("--prefill-chunk", "prefill_chunk"))
+        if flag in hints
+    }
+    assert make_plan(qwen3_30b(), machine, replace(request, **changes)).fits
+    left_out = dict.fromkeys(changes)
+    assert ("leave it out" in problems[0].hint) <= make_plan(
+        qwen3_30b(), machine, replace(request, **left_out)
+    ).fits
+
+
 def test_float32_is_offered_the_narrower_dtype() -> None:
     model = replace(qwen3_30b(), dtype="float32")
     (problem,) = make_plan(model, gpu(available=20 * GIB), PlanRequest()).problems

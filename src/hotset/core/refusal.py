@@ -32,35 +32,79 @@ class Refusal:
 
     def problems(self) -> tuple[Problem, ...]:
         """All of them; none means that `choose_sizes` gives sizes that fit."""
-        found = [*self._lengths(), *self._beyond_the_machine()]
+        budgets = [*self._beyond_the_machine()]
+        within = self._within_lengths()
+        if within == self.request:
+            return (*budgets, *self._beyond_the_budgets())
+        # A length that no model has is one mistake: what it would cost is not a second one.
+        mended = self._largest_that_fits(within)
+        if mended is not None:
+            return (*self._lengths(mended), *budgets)
+        rest = replace(self, request=within)._beyond_the_budgets()
+        return (*self._lengths(within), *budgets, *rest)
+
+    def _beyond_the_budgets(self) -> Iterator[Problem]:
         least = least_sizes(self.charges, self.request)
         if not self.budgets.device_fits(self.charges, least):
-            found.append(self._device(least))
+            yield self._device(least)
         if not self.budgets.host_fits(self.charges, least):
-            found.append(self._host(least))
-        return tuple(found)
+            yield self._host(least)
 
-    def _lengths(self) -> Iterator[Problem]:
+    def _within_lengths(self) -> PlanRequest:
+        """The request with no length beyond what limits it."""
+        longest = self.charges.geometry.max_context or None
+        context = _least(self.request.context_tokens, longest)
+        chunk = _least(self.request.prefill_chunk, context or longest)
+        return replace(self.request, context_tokens=context, prefill_chunk=chunk)
+
+    def _largest_that_fits(self, within: PlanRequest) -> PlanRequest | None:
+        """`within`, where it does not fit with the length that was too long made shorter yet."""
+
+        def shorter(tokens: int) -> PlanRequest:
+            chunk = _least(within.prefill_chunk, tokens)
+            if within.context_tokens == self.request.context_tokens:
+                return replace(within, prefill_chunk=chunk)
+            return replace(within, context_tokens=tokens, prefill_chunk=chunk)
+
+        top = within.context_tokens or within.prefill_chunk or 0
+        tokens = largest(lambda count: self._fits(shorter(count)), LEAST_HINT_TOKENS, top)
+        return None if tokens is None else shorter(tokens)
+
+    def _fits(self, request: PlanRequest) -> bool:
+        least = least_sizes(self.charges, request)
+        return self.budgets.device_fits(self.charges, least) and self.budgets.host_fits(
+            self.charges, least
+        )
+
+    def _lengths(self, instead: PlanRequest) -> Iterator[Problem]:
+        """Lengths beyond the model's or the context's; `instead` has those to set."""
         context, chunk = self.request.context_tokens, self.request.prefill_chunk
         longest = self.charges.geometry.max_context
         if context is not None and longest and context > longest:
+            also = ""
+            if chunk is not None and chunk <= longest and instead.prefill_chunk != chunk:
+                also = f" and `--prefill-chunk {instead.prefill_chunk}`"
+            out = self._fits(replace(instead, context_tokens=None))
             yield Problem(
                 "--context",
                 "tokens",
                 need=context,
                 have=longest,
                 message=f"`--context` is {context} tokens, the model was made for {longest}",
-                hint=f"set `--context {longest}` or less, or leave it out",
+                hint=f"set `--context {instead.context_tokens}`{also} or less"
+                + (", or leave it out" if out else ""),
             )
-        limit = context or longest
+        limit = _least(context, longest or None) or longest
         if chunk is not None and limit and chunk > limit:
+            out = self._fits(replace(instead, prefill_chunk=None))
             yield Problem(
                 "--prefill-chunk",
                 "tokens",
                 need=chunk,
                 have=limit,
                 message=f"`--prefill-chunk` is {chunk} tokens, the context has {limit}",
-                hint=f"set `--prefill-chunk {limit}` or less, or leave it out",
+                hint=f"set `--prefill-chunk {instead.prefill_chunk}` or less"
+                + (", or leave it out" if out else ""),
             )
 
     def _beyond_the_machine(self) -> Iterator[Problem]:
@@ -170,6 +214,11 @@ class Refusal:
 def _with_context(sizes: Sizes, tokens: int) -> Sizes:
     chunk = min(sizes.prefill_chunk, tokens)
     return replace(sizes, context_tokens=tokens, prefill_chunk=chunk)
+
+
+def _least(value: int | None, limit: int | None) -> int | None:
+    """A length that was asked for, no longer than a limit that there is."""
+    return value if value is None or limit is None else min(value, limit)
 
 
 def _bytes(value: int, beside: int) -> str:

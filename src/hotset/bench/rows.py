@@ -23,7 +23,7 @@ _VERSIONED = ("torch", "triton", "transformers", "numpy")
 def command() -> str:
     """The command line that repeats this run: without paths of the program and of the rows."""
     program = Path(sys.argv[0]).name
-    kept, skip = ["hotset" if program in ("main.py", "__main__.py") else program], False
+    kept, skip = ["hotset" if program in ("entry.py", "main.py") else program], False
     for argument in sys.argv[1:]:
         if not skip and argument not in ("--debug", "--rows"):
             kept.append(argument)

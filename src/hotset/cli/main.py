@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 import traceback
 from itertools import takewhile
@@ -16,9 +18,11 @@ from hotset.cli.plan import plan
 from hotset.cli.simulate import simulate
 from hotset.cli.verify import verify
 from hotset.core import env
-from hotset.core.errors import HotsetError
+from hotset.core.errors import ConfigError, HotsetError
 
 INTERRUPTED = 130  # what a shell gives for SIGINT
+# What the system says of an output that takes no more.
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EPIPE)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -67,7 +71,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         level = env.LOG_LEVEL.get() or "warning"
         logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-        app(args, prog_name="hotset", standalone_mode=True)
+        _run(args)
     except HotsetError as error:
         _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:
@@ -77,8 +81,34 @@ def main(args: list[str] | None = None) -> None:
             _fail("interrupted", INTERRUPTED, debug=debug)
         raise
     except Exception as error:  # noqa: BLE001 - nobody above would say it in words
-        hint = "this is a bug in hotset; report it with the traceback that `hotset --debug` shows"
-        _fail(f"{type(error).__name__}: {error}\n\nhint: {hint}", 1, debug=debug)
+        _fail(_words(error), 1, debug=debug)
+
+
+def _run(args: list[str]) -> None:
+    """The command; everything it put out is written when this is left.
+
+    Raises:
+        ConfigError: there is no stdout.
+        OSError: stdout takes no more.
+    """
+    if sys.stderr is None:  # what Python makes of a closed descriptor
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - to the end
+    if sys.stdout is None:
+        raise ConfigError("stdout is closed", hint="`> /dev/null` drops the output")
+    try:
+        app(args, prog_name="hotset", standalone_mode=True)
+    finally:
+        sys.stdout.flush()  # a failure can be said here, at the interpreter's end it cannot
+
+
+def _words(error: Exception) -> str:
+    """A failure that is no `HotsetError`: of an output, or a bug."""
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OUTPUT_ERRORS:
+        # What is still buffered would fail again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return f"the output cannot be written: {error.strerror}"
+    hint = "this is a bug in hotset; report it with the traceback that `hotset --debug` shows"
+    return f"{type(error).__name__}: {error}\n\nhint: {hint}"
 
 
 def _fail(message: str, exit_code: int, *, debug: bool) -> NoReturn:

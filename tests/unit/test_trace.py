@@ -208,3 +208,19 @@ def test_select_refuses_what_is_not_there():
 def test_counts_ignore_padding():
     trace = make_trace([np.array([[[0, 2]], [[2, 1]]])], num_experts=4)
     assert trace.total_counts().tolist() == [[1, 1, 2, 0]]
+
+
+def test_the_trace_in_the_package() -> None:
+    """Routing of the embedded model: its shape, and that no expert or domain is left out."""
+    trace = load_trace("pocket")
+    assert (trace.info.model, trace.num_layers, trace.max_experts) == ("pocket", 6, 32)
+    assert {sequence.domain for sequence in trace.sequences} == {
+        *("chat", "code_python", "de", "en_prose"),
+    }
+    assert trace.num_tokens == 4 * 6 * 1024
+
+
+def test_a_trace_that_is_not_there() -> None:
+    with pytest.raises(CheckpointError, match="there is no trace `none") as caught:
+        load_trace("none.npz")
+    assert "`pocket`" in (caught.value.hint or "")

@@ -46,7 +46,9 @@ NO_PROFILE = "none"
 
 
 def simulate(  # noqa: PLR0913 - one parameter for each flag
-    trace: Annotated[Path, typer.Argument(help="Trace file, or an .npz archive of expert ids.")],
+    trace: Annotated[
+        Path, typer.Argument(help="Trace file, .npz archive of expert ids, or `pocket`.")
+    ],
     *,
     slots: Annotated[
         str, typer.Option(help="Fractions of the experts that have a slot, separated by commas.")
@@ -92,7 +94,7 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 
     Uses the engine's own policies. State is kept from one sequence to the next, as in a server.
 
-    Example: `hotset simulate traffic.trace --slots 0.25,0.5 --policy lru --policy half-life`
+    Example: `hotset simulate pocket --slots 0.25,0.5 --policy lru --policy half-life`
     """
     if plot is not None:
         from hotset.cli.simulate_plot import check_plot_path

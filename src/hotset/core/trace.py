@@ -20,6 +20,10 @@ from hotset.core.fingerprint import ModelFingerprint
 
 IdArray = NDArray[np.unsignedinteger]
 
+# Routing of the model in the package, and the name it goes by.
+POCKET = "pocket"
+_IN_PACKAGE = Path(__file__).parents[1] / "data" / "pocket.npz"
+
 PARITIES = ("all", "even", "odd")
 
 
@@ -188,6 +192,7 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
     """Reads a trace of any known layout.
 
     Args:
+        path: a file, or `pocket` for the trace in the package.
         num_experts: experts per layer, where the file does not say (see `core.trace_npz`).
 
     Raises:
@@ -196,9 +201,11 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
     """
     from hotset.core import trace_file, trace_npz
 
-    path = Path(path)
+    path = _IN_PACKAGE if str(path) == POCKET else Path(path)
     if not path.is_file():
-        raise CheckpointError(f"there is no trace `{path}`")
+        raise CheckpointError(
+            f"there is no trace `{path}`", hint=f"give a file, or `{POCKET}` for the package's own"
+        )
     with path.open("rb") as file:
         magic = file.read(8)
     readers: dict[bytes, Callable[[Path], Trace]] = {trace_file.MAGIC: trace_file.read_trace}

@@ -11,8 +11,10 @@ from hotset.api import Model
 from hotset.bench.random_weights import RandomWeights
 from hotset.bench.rows import Row, Spread
 from hotset.core.config import EngineConfig
+from hotset.core.request import check_length
 from hotset.core.units import format_bytes
 from hotset.runtime.engine import Engine
+from hotset.runtime.planning import plan_engine
 from hotset.runtime.weights import Progress
 
 
@@ -29,7 +31,12 @@ def bench_generate(
 
     The prompt is random ids: a random router spreads them evenly, so the hit rate says nothing
     about real text.
+
+    Raises:
+        RequestError: the plan's context is too short; before anything is loaded.
     """
+    _, expected = plan_engine(source.geometry, config)
+    check_length(num_prompt, num_tokens, expected.require_fit().context_tokens)
     budget = "" if config.vram_bytes is None else f", {format_bytes(config.vram_bytes)} of VRAM"
     case = f"{shape}{budget}, {num_prompt} prompt tokens"
     start = time.perf_counter()

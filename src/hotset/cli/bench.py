@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,10 +17,13 @@ from hotset.cli.options import (
     KernelsOption,
     PrefillChunk,
     Vram,
+    check_count,
     engine_config,
 )
 from hotset.cli.progress import loading_bar
+from hotset.core.config import MAX_TOKENS
 from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
     from hotset.bench.rows import Row
@@ -39,9 +43,12 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     device: Device = None,
     kernels: KernelsOption = None,
     hits: Annotated[
-        str, typer.Option(help="Shares of routed experts that have a slot.")
+        str,
+        typer.Option(metavar="SHARES", help="Shares of routed experts that have a slot, 0..1."),
     ] = "0,0.5,0.9,1",
-    tokens: Annotated[str, typer.Option(help="Tokens of a step.")] = "1",
+    tokens: Annotated[
+        str, typer.Option(metavar="COUNTS", help="Tokens of a step, from 1 on.")
+    ] = "1",
     match: Annotated[bool, typer.Option(help="With the match rule, as a step that fills.")] = False,
     rows: Rows = None,
     as_json: Json = False,
@@ -50,7 +57,9 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset bench experts --shape qwen3-30b-a3b --hits 0,0.5,1 --tokens 1,8`
     """
-    cases = [(h, t) for t in _numbers(tokens, "--tokens") for h in _numbers(hits, "--hits")]
+    counts, shares = _counts(tokens, "--tokens"), _shares(hits, "--hits")
+    check_count("--layers", layers)
+    _check_writable(rows)
     from hotset.bench.experts import ExpertsCase, bench_experts, half
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
@@ -67,13 +76,13 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
         record_bytes=[layer.expert.record_bytes for layer in moe],
         num_slots={moe[0].expert.record_bytes: sum(half(layer) for layer in moe)},
     )
-    with ExpertStore(moe, pools, device=where, staging_records=0) as store:
+    with _smaller_shape_hint(), ExpertStore(moe, pools, device=where, staging_records=0) as store:
         with loading_bar() as progress:
             source.fill_experts(store, progress)
         found = bench_experts(
             store,
             select_kernels(where, kernels),
-            [ExpertsCase(hits=h, num_tokens=int(t), match=match) for h, t in cases],
+            [ExpertsCase(hits=h, num_tokens=t, match=match) for t in counts for h in shares],
             shape=shape,
         )
         _report(found, file=rows, as_json=as_json)
@@ -90,7 +99,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     prefill_chunk: PrefillChunk = None,
     kernels: KernelsOption = None,
     prompt_tokens: Annotated[int, typer.Option(help="Random prompt ids.")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, from 2 on.")] = 32,
     rows: Rows = None,
     as_json: Json = False,
 ) -> None:
@@ -106,6 +115,10 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         prefill_chunk=prefill_chunk,
         kernels=kernels,
     )
+    check_count("--layers", layers)
+    check_count("--prompt-tokens", prompt_tokens)
+    check_count("--max-tokens", max_tokens, least=2)  # speed counts from the second one on
+    _check_writable(rows)
     from hotset.bench.generate import bench_generate
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
@@ -127,7 +140,9 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
 
 @app.command()
 def decode(  # noqa: PLR0913 - one parameter for each flag
-    trace: Annotated[Path, typer.Argument(help="Routing to replay (see `hotset simulate`).")],
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Routing to replay (see `hotset simulate`).")
+    ],
     *,
     shape: Shape = "qwen3-30b-a3b",
     layers: Layers = None,
@@ -135,7 +150,10 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     device: Device = None,
     cases: Annotated[
         str,
-        typer.Option(help="Policy (half-life, static, random) and share of experts with a slot."),
+        typer.Option(
+            metavar="CASES",
+            help="Policy (half-life, static, random) and share of experts with a slot.",
+        ),
     ] = "half-life:0.25,static:0.25,half-life:0.5,static:0.5",
     context: Annotated[int, typer.Option(help="Tokens in the cache at the start.")] = 1024,
     most_context: Annotated[int, typer.Option(help="Room of the cache, tokens.")] = 33000,
@@ -149,6 +167,13 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset bench decode moe-54m.npz --cases half-life:0.25,static:0.25,random:1`
     """
+    chosen_cases = _cases(cases)
+    check_count("--layers", layers)
+    check_count("--context", context)
+    check_count("--steps", steps)
+    # Settling steps included, see `bench.decode`.
+    check_count("--most-context", most_context, least=context + steps + 64)
+    _check_writable(rows)
     config = engine_config(f"random {shape}", vram=vram, device=device, context=most_context)
     from hotset.bench.decode import DecodeBench, DecodeCase
     from hotset.bench.random_weights import RandomWeights
@@ -161,7 +186,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     source = RandomWeights(shape_config(shape, num_layers=layers))
     replay = map_trace(recorded.select(parity="even"), source.geometry, num_tokens=steps + 64)
     others = map_trace(recorded.select(parity="odd"), source.geometry, num_tokens=steps + 64)
-    chosen = [DecodeCase(share, policy) for policy, share in _cases(cases)]
+    chosen = [DecodeCase(share, policy) for policy, share in chosen_cases]
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
     with engine:
@@ -192,9 +217,7 @@ def _cases(text: str) -> list[tuple[str, float]]:
                 f"`--cases` has `{part}`, which is not a policy and a share",
                 hint="write `half-life:0.25,static:0.25,random:1`",
             )
-        (number,) = _numbers(share, "--cases")
-        if not 0 <= number <= 1:
-            raise ConfigError(f"`--cases` has a share of {number:g}, it must be in 0..1")
+        (number,) = _shares(share, "--cases")
         found.append((policy, number))
     return found
 
@@ -208,6 +231,46 @@ def _numbers(text: str, flag: str) -> list[float]:
         ) from error
 
 
+def _shares(text: str, flag: str) -> list[float]:
+    numbers = _numbers(text, flag)
+    for number in numbers:
+        if not 0 <= number <= 1:  # so that NaN fails too
+            raise ConfigError(f"`{flag}` has a share of {number:g}, it must be in 0..1")
+    return numbers
+
+
+def _counts(text: str, flag: str) -> list[int]:
+    numbers = _numbers(text, flag)
+    for number in numbers:
+        if not (number.is_integer() and 1 <= number <= MAX_TOKENS):
+            raise ConfigError(f"`{flag}` has {number:g}, it must be whole numbers from 1 on")
+    return [int(number) for number in numbers]
+
+
+def _check_writable(file: Path | None) -> None:
+    """Refuses a file that rows cannot go to, before anything is measured."""
+    if file is None:
+        return
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"`--rows {file}` cannot be written: {error.strerror}") from error
+
+
+@contextmanager
+def _smaller_shape_hint() -> Iterator[None]:
+    """A benchmark has no plan, so what helps against too little memory is another shape."""
+    try:
+        yield
+    except CapacityError as error:
+        raise CapacityError(
+            error.message, hint="cut the depth with `--layers`, or use `--shape tiny`"
+        ) from error
+
+
 def _report(rows: Iterable[Row], *, file: Path | None, as_json: bool) -> None:
     """Prints each row as it comes, then keeps them."""
     from hotset.bench.rows import append
@@ -216,10 +279,22 @@ def _report(rows: Iterable[Row], *, file: Path | None, as_json: bool) -> None:
     for row in rows:
         kept.append(row)
         if not as_json:
-            against = "" if row.sol is None else f", speed of light {row.sol:.4g}"
-            ratio = "" if row.ratio_to_sol is None else f" ({row.ratio_to_sol:.3f} of it)"
-            typer.echo(f"{row.case}: {row.figure} {row.p50:.4g} {row.unit}{against}{ratio}")
+            typer.echo(_line(row))
     if as_json:
-        typer.echo(json.dumps([json.loads(row.to_json()) for row in kept]))
+        typer.echo(json.dumps({"rows": [json.loads(row.to_json()) for row in kept]}))
     if file is not None:
         append(kept, file)
+
+
+def _line(row: Row) -> str:
+    """A row for people."""
+    against = "" if row.sol is None else f", speed of light {_with_unit(row.sol, row.unit)}"
+    ratio = "" if row.ratio_to_sol is None else f" ({row.ratio_to_sol:.3f} of it)"
+    return f"{row.case}: {row.figure} {_with_unit(row.p50, row.unit)}{against}{ratio}"
+
+
+def _with_unit(number: float, unit: str) -> str:
+    if unit == "bytes":
+        return format_bytes(number)
+    # What is counted needs no second word, a share has none.
+    return f"{number:.4g} {unit}" if unit not in ("share", "slots") else f"{number:.4g}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hotset.core.config import EngineConfig
+from hotset.core.config import MAX_TOKENS, EngineConfig
 from hotset.core.errors import ConfigError, RequestError
 
 ModelArgument = Annotated[
@@ -89,11 +89,13 @@ def named_by_flag() -> Iterator[None]:
         raise ConfigError(message, hint=error.hint) from error
 
 
-def check_at_least(flag: str, value: int | None, least: int) -> None:
-    """Refuses a count that is too small; `None` was not given.
+def check_count(flag: str, value: int | None, *, least: int = 1) -> None:
+    """Refuses a count that is too small, or larger than anything here counts; `None` passes.
 
     Raises:
         ConfigError: names the flag.
     """
     if value is not None and value < least:
         raise ConfigError(f"`{flag}` is {value}, the least is {least}")
+    if value is not None and value > MAX_TOKENS:
+        raise ConfigError(f"`{flag}` is {value}, the most is {MAX_TOKENS}")

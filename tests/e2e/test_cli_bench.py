@@ -1,0 +1,98 @@
+"""`hotset bench`: wrong flags are refused before anything is measured; rows as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hotset.bench.random_weights import RandomWeights
+from hotset.core.errors import CapacityError
+from hotset.experts.store import ExpertStore
+
+TINY = ("--shape", "tiny", "--device", "cpu")
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise AssertionError("weights are made")
+
+    monkeypatch.setattr(RandomWeights, "fill_experts", fail)
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("experts", "--hits", "2"), "`--hits` has a share of 2, it must be in 0..1"),
+        (("experts", "--hits", "-1"), "`--hits` has a share of -1, it must be in 0..1"),
+        (("experts", "--hits", "0.5,nan"), "`--hits` has a share of nan, it must be in 0..1"),
+        (("experts", "--hits", "some"), "`--hits` is `some`, which is not a list of numbers"),
+        (("experts", "--tokens", "0"), "`--tokens` has 0, it must be whole numbers from 1 on"),
+        (("experts", "--tokens", "1.5"), "`--tokens` has 1.5, it must be whole numbers from 1 on"),
+        (("experts", "--tokens", "inf"), "`--tokens` has inf, it must be whole numbers from 1 on"),
+        (("experts", "--layers", "0"), "`--layers` is 0, the least is 1"),
+        (("experts", "--rows", "none/rows.jsonl"), "`--rows none/rows.jsonl` cannot be written"),
+        (("experts", "--rows", "."), "`--rows .` cannot be written: Is a directory"),
+        (("generate", "--layers", "-1"), "`--layers` is -1, the least is 1"),
+        (("generate", "--prompt-tokens", "0"), "`--prompt-tokens` is 0, the least is 1"),
+        (("generate", "--max-tokens", "1"), "`--max-tokens` is 1, the least is 2"),
+        (("generate", "--context", str(10**23)), "`--context` is 100000000000000000000000, the"),
+        (("generate", "--rows", "."), "`--rows .` cannot be written"),
+        (("decode", "x.npz", "--cases", "static:2"), "`--cases` has a share of 2"),
+        (("decode", "x.npz", "--steps", "0"), "`--steps` is 0, the least is 1"),
+        (("decode", "x.npz", "--most-context", "8"), "`--most-context` is 8, the least is 1344"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_is_measured(
+    run, flags: tuple[str, ...], message: str
+) -> None:
+    done = run("bench", *flags, *TINY)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith(f"error: {message}")
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_a_context_too_short_is_refused_before_loading(run) -> None:
+    done = run("bench", "generate", "--context", "64", *TINY)
+    assert done.code == 1 and "do not fit the context of 64" in done.err
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_the_checks_above_can_fail(run) -> None:
+    assert "weights are made" in run("bench", "experts", *TINY).err
+
+
+def test_a_refused_arena_leads_to_a_smaller_shape(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise CapacityError("no memory", hint="see `hotset plan`")
+
+    monkeypatch.setattr(ExpertStore, "__init__", refuse)
+    done = run("bench", "experts", *TINY)
+    assert done.code == 2
+    assert done.last_words == [
+        "error: no memory",
+        "hint: cut the depth with `--layers`, or use `--shape tiny`",
+    ]
+
+
+def test_figures_have_units(run, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    done = run("bench", "experts", "--hits", "1", *TINY, "--rows", rows)
+    assert done.code == 0, done.err
+    kernels = done.out.splitlines()[-1]
+    assert kernels.count(" ms") == 2 and "speed of light" in kernels
+    assert [json.loads(line)["bench"] for line in rows.read_text().splitlines()] == [
+        *(["rates"] * 3),
+        "experts",
+    ]
+    done = run("bench", "generate", "--prompt-tokens", "4", "--max-tokens", "2", *TINY)
+    assert "host plan" in done.out and "MiB" in done.out and "bytes\n" not in done.out
+
+
+def test_json_is_one_object(run) -> None:
+    done = run("bench", "experts", "--hits", "1", *TINY, "--json")
+    data = json.loads(done.out)
+    assert list(data) == ["rows"] and len(data["rows"]) == 4

@@ -167,12 +167,9 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset bench decode moe-54m.npz --cases half-life:0.25,static:0.25,random:1`
     """
-    chosen_cases = _cases(cases)
+    wanted = _cases(cases)
     check_count("--layers", layers)
-    check_count("--context", context)
-    check_count("--steps", steps)
-    # Settling steps included, see `bench.decode`.
-    check_count("--most-context", most_context, least=context + steps + 64)
+    _check_lengths(context=context, most_context=most_context, steps=steps)
     _check_writable(rows)
     config = engine_config(f"random {shape}", vram=vram, device=device, context=most_context)
     from hotset.bench.decode import DecodeBench, DecodeCase
@@ -186,16 +183,11 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     source = RandomWeights(shape_config(shape, num_layers=layers))
     replay = map_trace(recorded.select(parity="even"), source.geometry, num_tokens=steps + 64)
     others = map_trace(recorded.select(parity="odd"), source.geometry, num_tokens=steps + 64)
-    chosen = [DecodeCase(share, policy) for policy, share in chosen_cases]
+    chosen = [DecodeCase(share, policy) for policy, share in wanted]
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
     with engine:
-        if engine.plan.num_slots < source.geometry.num_records:
-            raise CapacityError(
-                f"the plan has {engine.plan.num_slots} slots for {source.geometry.num_records} "
-                "experts, and this benchmark wants one for each",
-                hint="raise `--vram`, lower `--most-context`, or cut the depth with `--layers`",
-            )
+        _require_all_slots(engine.plan.num_slots, source.geometry.num_records)
         bench = DecodeBench(
             engine,
             replay,
@@ -206,6 +198,22 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
         )
         typer.echo(replay.note, err=True)
         _report(bench.run(chosen), file=rows, as_json=as_json)
+
+
+def _check_lengths(*, context: int, most_context: int, steps: int) -> None:
+    check_count("--context", context)
+    check_count("--steps", steps)
+    # With the steps before those that count.
+    check_count("--most-context", most_context, least=context + steps + 64)
+
+
+def _require_all_slots(num_slots: int, num_experts: int) -> None:
+    if num_slots < num_experts:
+        raise CapacityError(
+            f"the plan has {num_slots} slots for {num_experts} experts, and this benchmark wants "
+            "one for each",
+            hint="raise `--vram`, lower `--most-context`, or cut the depth with `--layers`",
+        )
 
 
 def _cases(text: str) -> list[tuple[str, float]]:

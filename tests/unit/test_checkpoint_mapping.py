@@ -59,7 +59,7 @@ def _edited(source: Path, folder: Path, edit: Callable[[Tensors], Tensors | None
         check_complete(opened.key_map, model=opened.model)
     message = caught.value.message
     assert FILE not in message or f"`{folder / FILE}`" in message
-    return message.replace(f"{folder}/", "")
+    return message.replace(f"{folder}/", "").replace(f" in `{folder}` does not", " does not")
 
 
 def _rename_layer(tensors: Tensors) -> Tensors:
@@ -238,7 +238,8 @@ def test_one_expert_of_a_converted_resident_weight(tmp_path: Path) -> None:
         check_complete(opened.key_map, model=opened.model)
     name = "model.layers.0.self_attn"
     assert caught.value.message == (
-        "the checkpoint does not fit `KimiLinearForCausalLM`: tensors of wrong shape (1): "
+        f"the checkpoint in `{tmp_path}` does not fit `KimiLinearForCausalLM`: "
+        "tensors of wrong shape (1): "
         f"`{name}.k_conv1d.weight` in `{tmp_path / FILE}` [32, 1, 4] and "
         f"`{name}.q_conv1d.weight` in `{tmp_path / FILE}` [32, 1, 4] "
         f"for `{name}.conv1d.weight` [96, 1, 4]"
@@ -284,8 +285,11 @@ def test_a_plain_layer_beyond_the_depth_is_not_ignored(qwen: Path, tmp_path: Pat
     unexpected = {entry.name for entry, _ in opened.key_map.unexpected}
     assert extra.keys() < unexpected
     assert "model.layers.3.mlp.gate.weight" in unexpected
-    with pytest.raises(CheckpointError, match="unexpected tensors"):
+    with pytest.raises(CheckpointError, match="unexpected tensors") as caught:
         check_complete(opened.key_map, model=opened.model)
+    assert caught.value.hint == (
+        "by `config.json` there is no layer 3, 6; is `num_hidden_layers` right?"
+    )
 
 
 def test_tied_weights_need_one_of_the_two(qwen: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -99,6 +100,7 @@ class KeyMap:
         core: tensors of the module tree.
         ignored: tensors that are rightly left alone, each with the reason.
         unexpected: tensors that nothing asks for, with the name that the model would know them by.
+        beyond: layers of the unexpected tensors that are beyond the model's depth.
     """
 
     params: tuple[ExpertParam, ...]
@@ -106,6 +108,7 @@ class KeyMap:
     core: tuple[CoreTensor, ...]
     ignored: tuple[tuple[TensorEntry, str], ...]
     unexpected: tuple[tuple[TensorEntry, str], ...]
+    beyond: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -139,7 +142,9 @@ class KeyMap:
                 core.append(found)
             else:
                 rest.append((entry, target))
-        prediction = classifier.prediction_layers(target for _, target in rest)
+        prediction = classifier.layers_beyond(
+            target for _, target in rest if _PREDICTION.search(target)
+        )
         unexpected: list[tuple[TensorEntry, str]] = []
         for entry, target in rest:
             reason = classifier.ignore_reason(target, prediction)
@@ -147,7 +152,21 @@ class KeyMap:
                 unexpected.append((entry, target))
             else:
                 ignored.append((entry, reason))
-        return cls(tuple(params), tuple(pieces), tuple(core), tuple(ignored), tuple(unexpected))
+        beyond = classifier.layers_beyond(target for _, target in unexpected)
+        return cls(
+            tuple(params),
+            tuple(pieces),
+            tuple(core),
+            tuple(ignored),
+            tuple(unexpected),
+            tuple(sorted(beyond)),
+        )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the checkpoint lies; `None` if nothing of it is the model's."""
+        entries = [item.entry for item in (*self.core[:1], *self.pieces[:1])]
+        return entries[0].file.parent if entries else None
 
     @property
     def expert_bytes(self) -> int:
@@ -235,14 +254,9 @@ class _Classifier:
             *((f"{head}.{name}", last[len(name) + 1 :]) for name in fused),
         ]
 
-    def prediction_layers(self, targets: Iterable[str]) -> set[int]:
-        """Layers beyond the model's depth that are for multi-token prediction, by their parts.
-
-        Args:
-            targets: the tensors that the model does not have.
-        """
-        found = {self._beyond(target) for target in targets if _PREDICTION.search(target)}
-        return {layer for layer in found if layer is not None}
+    def layers_beyond(self, targets: Iterable[str]) -> set[int]:
+        """The layers of these tensors that are beyond the model's depth."""
+        return {layer for layer in map(self._beyond, targets) if layer is not None}
 
     def ignore_reason(self, target: str, prediction: set[int]) -> str | None:
         """Why a tensor that the model does not have may be left alone, if it may."""

@@ -60,9 +60,14 @@ def check_complete(key_map: KeyMap, *, model: PreTrainedModel) -> None:
     }
     problems = [f"{kind} ({len(names)}): {some(names)}" for kind, names in found.items() if names]
     if problems:
+        where = f" in `{key_map.folder}`" if key_map.folder else ""
+        hint = "is it complete, and does `config.json` belong to it?"
+        if key_map.beyond:
+            layers = ", ".join(str(layer) for layer in key_map.beyond)
+            hint = f"by `config.json` there is no layer {layers}; is `num_hidden_layers` right?"
         raise CheckpointError(
-            f"the checkpoint does not fit `{type(model).__name__}`: {'; '.join(problems)}",
-            hint="is it complete, and does `config.json` belong to it?",
+            f"the checkpoint{where} does not fit `{type(model).__name__}`: {'; '.join(problems)}",
+            hint=hint,
         )
 
 

@@ -165,7 +165,7 @@ class KeyMap:
     @property
     def folder(self) -> Path | None:
         """Where the checkpoint lies; `None` if nothing of it is the model's."""
-        entries = [item.entry for item in (*self.core[:1], *self.pieces[:1])]
+        entries = [tensor.entry for tensor in self.core] + [piece.entry for piece in self.pieces]
         return entries[0].file.parent if entries else None
 
     @property

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hotset.api import make_config
 from hotset.cli.options import engine_config
 from hotset.core.config import MAX_TOKENS, EngineConfig
 from hotset.core.errors import ConfigError, RequestError
-from hotset.core.request import SamplingParams, check_max_tokens
+from hotset.core.request import SamplingParams, check_length, check_max_tokens
 from hotset.core.units import parse_bytes
 
 NAN = float("nan")
@@ -126,3 +128,15 @@ def test_sound_requests_pass() -> None:
     SamplingParams(temperature=1, top_p=1, top_k=0, min_p=0, seed=2**63 - 1)
     check_max_tokens(None)
     check_max_tokens(1)
+
+
+def test_a_model_may_be_a_path() -> None:
+    assert make_config(Path("some") / "folder").model == "some/folder"
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "words"), [(1, "1 prompt token and 8 new"), (2, "2 prompt tokens and 8 new")]
+)
+def test_counts_are_worded(num_prompt: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        check_length(num_prompt, 8, 4)

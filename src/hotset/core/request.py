@@ -102,8 +102,9 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
     room = context_tokens - num_prompt
     if room < (max_tokens or 1):
         asked = "" if max_tokens is None else f" and {max_tokens} new ones"
+        prompt = "1 prompt token" if num_prompt == 1 else f"{num_prompt} prompt tokens"
         raise RequestError(
-            f"{num_prompt} prompt tokens{asked} do not fit the context of {context_tokens}",
+            f"{prompt}{asked} do not fit the context of {context_tokens}",
             hint="shorten the prompt, lower `max_tokens`, or load with a larger `--context`",
         )
     return max_tokens or room

@@ -60,7 +60,10 @@ class ShardReader:
                     break
                 done += count
         except OSError as error:
-            raise CheckpointError(f"cannot read `{file}`: {error.strerror}") from error
+            raise CheckpointError(
+                f"cannot read `{file}`: {error.strerror}",
+                hint="check the file's permissions and the disk",
+            ) from error
         if done < len(view):
             raise CheckpointError(
                 f"`{file}` ends early: expected {len(view)} bytes from byte {offset} on, "

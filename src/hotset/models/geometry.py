@@ -210,7 +210,10 @@ def _layer(
     _check_up(by_field["up"], expert, gate, num_experts)
     top_k = _top_k(model, path)
     if not 1 <= top_k <= num_experts:
-        raise CheckpointError(f"`config.json` routes a token to {top_k} of {num_experts} experts")
+        raise CheckpointError(
+            f"`config.json` routes a token to {top_k} of {num_experts} experts",
+            hint=_PUBLISHED_HINT,
+        )
     return MoELayer(
         path,
         num_experts,

@@ -88,4 +88,7 @@ def _check(info: dict[str, Any]) -> None:
             names = [str(item) for item in found]
             shown = ", ".join(f"`{name}`" for name in sorted(names)[:5])
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise CheckpointError(f"{kind.replace('_', ' ')}: {shown}{more}")
+            raise CheckpointError(
+                f"transformers loaded the checkpoint with {kind.replace('_', ' ')}: {shown}{more}",
+                hint="is it complete, and does `config.json` belong to it?",
+            )

@@ -1,4 +1,4 @@
-"""`hotset plan` to its exit code: plans that fit, plans that cannot, and no weight read for them."""
+"""`hotset plan` to its exit code: plans that fit, plans that cannot, and no weight is read."""
 
 from __future__ import annotations
 

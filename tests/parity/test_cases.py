@@ -116,3 +116,16 @@ def test_dense_first_layers_and_shared_experts_stay_resident(tmp_path: Path) -> 
             assert f"model.layers.{layer}.mlp.shared_experts.down_proj.weight" in names
             assert f"model.layers.{layer}.mlp.gate.e_score_correction_bias" in names
         assert not any(".experts.gate_up_proj" in name for name in names)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton runs on the GPU here")
+def test_the_gpus_kernels_in_the_interpreter(t1: Family) -> None:
+    """The same source that runs on a GPU, end to end: near stock, and in any placement the same
+    bits; one token and several."""
+    want = stock_logits(t1.stock(), text(3))
+    with t1.engine(num_slots=24, kernels="triton", policy="none") as engine:
+        for num_tokens in (1, 3):
+            got = engine.logits(text(3)[:num_tokens])
+            assert difference(got, want[:num_tokens]) <= logit_bound(engine, want)
+            engine.place(Placement(engine.pools))
+            assert torch.equal(engine.logits(text(3)[:num_tokens]), got)

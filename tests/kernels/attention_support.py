@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hotset.kernels.attention import AttentionKernels, ring_blocks
-from kernels.support import DEVICE, EPS32
+from kernels.support import DEVICE, EPS32, Oracle
 
 
 @dataclass(frozen=True)
@@ -119,26 +119,6 @@ def decode(kernels: AttentionKernels, rows: Rows, laid: Laid) -> torch.Tensor:
         softcap=shape.softcap,
         sinks_Q=rows.sinks_Q,
     )
-
-
-@dataclass
-class Oracle:
-    """Exact values, [B, Hq, Dv], and how far a right FP32 result may be away from each."""
-
-    value: torch.Tensor
-    bound: torch.Tensor
-
-    def excess(self, got: torch.Tensor) -> float:
-        """Largest |error| / bound: right up to 1. NaN counts as infinite."""
-        error = (got.double() - self.value).abs()
-        return (error / self.bound).nan_to_num(nan=torch.inf).max().item()
-
-    def check(self, got: torch.Tensor) -> None:
-        error = (got.double() - self.value).abs()
-        excess = self.excess(got)
-        assert excess <= 1, (
-            f"{excess:.3g} x bound; error max {error.max():.3g} mean {error.mean():.3g}"
-        )
 
 
 def oracle(rows: Rows) -> Oracle:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 
+from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError
 from hotset.models.compiled import CompiledLayers
 from hotset.runtime.decode import DecodeOptions, DecodeStep
-from hotset.runtime.decoding import first_that_works, weaker_options
+from hotset.runtime.decoding import choose_policy, first_that_works, weaker_options
 
 ASKED = DecodeOptions(graph=True, layers=cast(CompiledLayers, object()))
 
@@ -73,3 +75,22 @@ def test_out_of_memory_is_not_a_reason_to_try_more() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         make(maker)
     assert len(maker.tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "policy", "said"),
+    [
+        (0, "lru", ["`--policy lru` has nothing to move: there are no slots"]),
+        (8, "half-life", ["`--policy half-life` has nothing to move: every expert has a slot"]),
+        (3, "lru", []),
+        (0, "none", []),
+        (0, None, []),
+    ],
+)
+def test_a_policy_that_can_do_nothing_is_said(
+    caplog: pytest.LogCaptureFixture, num_slots: int, policy: str | None, said: list[str]
+) -> None:
+    geometry: Any = SimpleNamespace(num_records=8, layers=[SimpleNamespace(num_experts=8)])
+    plan: Any = SimpleNamespace(num_slots=num_slots)
+    chosen = choose_policy(geometry, plan, EngineConfig(model="pocket", policy=policy))
+    assert chosen.name == (policy or "none") and caplog.messages == said

@@ -48,6 +48,9 @@ def choose_policy(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfi
         half_life=config.half_life,
     )
     policy.check_ready()  # now, and not when the weights are loaded
+    if config.policy and policy.moves and not movable:
+        reason = "there are no slots" if plan.num_slots == 0 else "every expert has a slot"
+        logger.warning("`--policy %s` has nothing to move: %s", config.policy, reason)
     return policy
 
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import index
-from types import TracebackType
 from typing import Any
 
 import torch
 
+from hotset.core.closing import Closing
 from hotset.core.config import EngineConfig
 from hotset.core.errors import RequestError
 from hotset.core.plan import MemoryPlan
@@ -108,7 +108,7 @@ def make_config(model: str | os.PathLike[str], **options: Any) -> EngineConfig:
     return EngineConfig.from_options(name, **options)
 
 
-class Model:
+class Model(Closing):
     """A loaded model with its tokenizer. Made by `load`.
 
     Attributes:
@@ -229,17 +229,6 @@ class Model:
     def close(self) -> None:
         """Gives all memory back. Safe to call twice."""
         self.engine.close()
-
-    def __enter__(self) -> Model:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _ids(values: object, name: str) -> list[int]:

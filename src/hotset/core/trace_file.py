@@ -19,12 +19,12 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotset.core.closing import Closing
 from hotset.core.errors import CheckpointError, ConfigError
 from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.slot_pools import IntArray
@@ -43,7 +43,7 @@ _FRAME_BYTES = _FRAME.size + _CRC.size
 _OPEN, _TOKENS = 1, 2
 
 
-class TraceWriter:
+class TraceWriter(Closing):
     """Records routed ids into a file as they come.
 
     Args:
@@ -130,17 +130,6 @@ class TraceWriter:
             for sequence in list(self._pending):
                 self.close_sequence(sequence)
             self._file.close()
-
-    def __enter__(self) -> TraceWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _flush(self, sequence: int) -> None:
         if not self._pending[sequence]:

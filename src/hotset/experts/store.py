@@ -7,11 +7,11 @@ table points. Why an expert should have a slot is the policy's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 
 import numpy as np
 import torch
 
+from hotset.core.closing import Closing
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches, Placement
 from hotset.core.slot_pools import SlotPools
@@ -21,7 +21,7 @@ from hotset.experts.slots import SlotMemory
 from hotset.experts.table import AddressTable
 
 
-class ExpertStore:
+class ExpertStore(Closing):
     """Records of all experts of a model, in host memory and in slots.
 
     Args:
@@ -172,17 +172,6 @@ class ExpertStore:
     def close(self) -> None:
         """Gives the page-locked memory back. Safe to call twice."""
         self.arena.close()
-
-    def __enter__(self) -> ExpertStore:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _owned(placement: Placement) -> dict[tuple[int, int], int]:

@@ -15,12 +15,12 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
-from types import TracebackType
 
 import numpy as np
 import torch
 from torch import nn
 
+from hotset.core.closing import Closing
 from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError, RequestError, explain_out_of_memory
 from hotset.core.placement import Placement
@@ -58,7 +58,7 @@ class TokenOut:
     finish_reason: FinishReason | None
 
 
-class Engine:
+class Engine(Closing):
     """A loaded model. Use it as a context manager, or call `close`.
 
     Args:
@@ -327,17 +327,6 @@ class Engine:
         gc.collect()  # modules and steps hold methods of their own: reference counts keep them
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:

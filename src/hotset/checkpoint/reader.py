@@ -15,10 +15,11 @@ from threading import Lock
 
 import torch
 
+from hotset.core.closing import Closing
 from hotset.core.errors import CheckpointError
 
 
-class ShardReader:
+class ShardReader(Closing):
     """Open files of a checkpoint. Thread-safe; a context manager that closes all of them.
 
     Args:
@@ -33,12 +34,6 @@ class ShardReader:
         self._descriptors: dict[Path, int] = {}
         self._closed = False
         self._lock = Lock()
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def read_into(self, file: Path, offset: int, destination: torch.Tensor) -> None:
         """Fills a contiguous CPU tensor with the file's bytes from `offset` on.

@@ -1,12 +1,12 @@
 """The machine that a plan is made for: device memory, host memory and what limits it.
 
-Plain data that also goes to and from JSON, so that a plan can be made for another machine. Host
-memory is read from the kernel's files; the GPU is asked elsewhere, because that needs torch.
+Plain data that also goes to and from JSON (`core.machine` has the file), so that a plan can be made
+for another machine. Host memory is read from the kernel's files; the GPU is asked elsewhere,
+because that needs torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -98,21 +98,6 @@ class Machine:
             raise ConfigError("`host` of the machine is not an object")
         _check_keys("host", host, HostMemory)
         return cls(**{**data, "host": HostMemory(**host)})
-
-    @classmethod
-    def load(cls, path: Path) -> Machine:
-        """Reads a machine from a JSON file.
-
-        Raises:
-            ConfigError: there is no such file, or it does not describe a machine.
-        """
-        try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"machine file `{path}` cannot be read: {error}") from error
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"machine file `{path}` does not hold an object")
-        return cls.from_dict(data)
 
 
 def _check_keys(name: str, data: Mapping[str, Any], cls: type[Machine] | type[HostMemory]) -> None:

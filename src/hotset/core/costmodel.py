@@ -1,53 +1,95 @@
-"""Speed of light: the time that bytes need at the best measured rates of a machine.
+"""What a decode step, a prompt and a load take, from the rates of a machine and a model's geometry.
 
     decode step = resident weights / HBM + KV cache / HBM
                   + sum over MoE layers of max(missed bytes / link, hit bytes / HBM)
+                  + decoder layers * layer time
+    prompt      = sum over MoE layers of max(missed bytes / copy engine, expert FLOPs, hit bytes)
+                  + resident FLOPs + attention FLOPs, all for each pass over the model
 
 Resident weights and experts of a layer wait for each other, so their times add up; hits and
-misses of a layer are read at the same time, by different programs of one kernel. Launches, norms,
-softmax, routers and sampling are not in it: they are what a measurement may be above it.
+misses of a layer are read at the same time, by different programs of one kernel. Without the layer
+time (launches, latency, norms, softmax, routers) a step is the speed of light: what a measurement
+can come near to. With it, it is a prediction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
-from hotset.core.geometry import ModelGeometry
+from hotset.core.geometry import ModelGeometry, MoELayer
+from hotset.core.record import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Best measured rates, in gigabytes (1e9 bytes) per second.
+    """Best measured rates, in gigabytes (1e9 bytes) per second. `None` where nobody knows.
 
     Attributes:
         link_gbps: kernels reading page-locked host memory in place.
         copy_gbps: host to device copies of long runs by the copy engine.
         hbm_gbps: device memory, read only.
+        gemm_tflops: matrix products in the model's dtype, 1e12 operations per second.
+        cpu_gbps: host memory read by all cores.
+        disk_gbps: files read in sequence.
+        layer_us: what a decoder layer of a decode step takes beyond its bytes, microseconds.
     """
 
     link_gbps: float
     copy_gbps: float
     hbm_gbps: float
+    gemm_tflops: float | None = None
+    cpu_gbps: float | None = None
+    disk_gbps: float | None = None
+    layer_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Milliseconds of one decode step at the speed of light, by term.
+    """Milliseconds of one decode step, by term.
 
     Attributes:
         resident_ms: weights that stay in the module tree.
         kv_ms: the cache of all rows.
         experts_ms: for each layer the longer of link and HBM time, summed.
+        layers_ms: what the layers take beyond their bytes; 0 at the speed of light.
     """
 
     resident_ms: float
     kv_ms: float
     experts_ms: float
+    layers_ms: float = 0.0
 
     @property
     def total_ms(self) -> float:
-        return self.resident_ms + self.kv_ms + self.experts_ms
+        return self.resident_ms + self.kv_ms + self.experts_ms + self.layers_ms
+
+
+@dataclass(frozen=True)
+class PromptCost:
+    """Milliseconds until a prompt is through the model, by term.
+
+    Attributes:
+        stream_ms: bytes of experts without a slot, over the link.
+        experts_ms: for each layer the longest of streaming, expert FLOPs and expert bytes, summed;
+            the stream is part of it.
+        resident_ms: FLOPs or bytes, whichever take longer, of what is no expert.
+        attention_ms: scores and their sums.
+        layers_ms: what the layers take beyond that.
+        num_passes: forwards over the whole model; each streams the cold experts once more.
+    """
+
+    stream_ms: float
+    experts_ms: float
+    resident_ms: float
+    attention_ms: float
+    layers_ms: float
+    num_passes: int
+
+    @property
+    def total_ms(self) -> float:
+        return self.experts_ms + self.resident_ms + self.attention_ms + self.layers_ms
 
 
 def experts_ms(
@@ -76,14 +118,172 @@ def decode_step(
     misses: Sequence[float],
     context_tokens: int,
 ) -> StepCost:
-    """One decode step; see `experts_ms` for `hits` and `misses`.
+    """One decode step at the speed of light; see `experts_ms` for `hits` and `misses`.
 
     Args:
         context_tokens: tokens in the caches of all rows together.
     """
-    kv_bytes = geometry.kv_fixed_bytes + geometry.kv_bytes_per_token * context_tokens
+    return _step(geometry, rates, experts_ms(geometry, rates, hits, misses), context_tokens, 1)
+
+
+def predict_step(
+    geometry: ModelGeometry,
+    rates: Rates,
+    *,
+    hit_rates: Sequence[float],
+    used: Sequence[float],
+    context_tokens: int,
+    num_rows: int = 1,
+) -> StepCost:
+    """One decode step as it is expected, layer time included.
+
+    Misses of a layer are taken as independent: the step waits for the link where one expert is
+    missing and for HBM where none is, and the mean of that maximum is more than the maximum of the
+    means.
+
+    Args:
+        hit_rates: share of the distinct experts of each MoE layer that have a slot.
+        used: distinct experts of each MoE layer that a step uses; see `distinct_experts`.
+        context_tokens: tokens in the caches of all rows together.
+        num_rows: sequences in the step.
+    """
+    total = 0.0
+    for layer, hit_rate, num_used in zip(geometry.layers, hit_rates, used, strict=True):
+        total += _expected_layer_ms(layer, rates, hit_rate, num_used)
+    cost = _step(geometry, rates, total, context_tokens, num_rows)
+    layers_ms = geometry.num_layers * rates.layer_us / 1e3
+    return StepCost(cost.resident_ms, cost.kv_ms, cost.experts_ms, layers_ms)
+
+
+def predict_prompt(
+    geometry: ModelGeometry,
+    rates: Rates,
+    *,
+    num_tokens: int,
+    chunk_tokens: int,
+    resident_share: Sequence[float],
+    ring_tokens: int,
+) -> PromptCost:
+    """A prompt of one sequence, in forwards of at most `chunk_tokens`.
+
+    Streaming runs beside the products of the same layer's experts, not beside attention.
+
+    Args:
+        resident_share: share of the experts of each MoE layer that have a slot.
+        ring_tokens: forwards of that many tokens or more copy the missing experts through the
+            staging ring, shorter ones read them in place.
+    """
+    ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
+    starts = [0, *ends[:-1]]
+    stream = experts = resident = attention = 0.0
+    for start, end in zip(starts, ends, strict=True):
+        tokens = end - start
+        rate = rates.copy_gbps if tokens >= ring_tokens else rates.link_gbps
+        for layer, share in zip(geometry.layers, resident_share, strict=True):
+            size = distinct_experts(layer, tokens) * layer.expert.record_bytes / 1e6
+            missing = size * (1 - share) / rate
+            flops = _flops_ms(expert_flops(layer) * tokens * layer.top_k, rates)
+            stream += missing
+            experts += max(missing, flops, size * share / rates.hbm_gbps)
+        read = geometry.resident_read_bytes / rates.hbm_gbps / 1e6
+        resident += max(read, _flops_ms(resident_flops(geometry, tokens), rates))
+        attention += _flops_ms(attention_flops(geometry, start, end), rates)
+    layers = len(ends) * geometry.num_layers * rates.layer_us / 1e3
+    return PromptCost(stream, experts, resident, attention, layers, len(ends))
+
+
+def predict_load_seconds(geometry: ModelGeometry, rates: Rates) -> float | None:
+    """Reading all weights from disk once; `None` without a rate. Pinning and conversion run
+    beside it."""
+    if rates.disk_gbps is None:
+        return None
+    return (geometry.expert_bytes + geometry.resident_bytes) / rates.disk_gbps / 1e9
+
+
+def cpu_break_even(rates: Rates, slot_share: float) -> float | None:
+    """Hit rate below which experts computed on the CPU would be faster than experts read from it.
+
+    Compares a step that reads its misses over the link with an engine that has the same device
+    memory, keeps whole layers there and computes the others where they lie, reading them at
+    `cpu_gbps`: (1 - h) / link = (1 - s) / cpu.
+
+    Args:
+        slot_share: s, share of the experts' bytes that have a slot.
+
+    Returns:
+        h in 0..1; 0 where the CPU is never faster, `None` where its rate is not known.
+    """
+    if rates.cpu_gbps is None:
+        return None
+    return max(0.0, 1 - (1 - slot_share) * rates.link_gbps / rates.cpu_gbps)
+
+
+def distinct_experts(layer: MoELayer, num_tokens: int) -> float:
+    """Experts that tokens use together, E (1 - (1 - K/E)^T): as if each expert were as likely.
+
+    Real routing has favourites and related neighbours, so this is the most to expect.
+    """
+    return layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** num_tokens)
+
+
+def expert_flops(layer: MoELayer) -> int:
+    """Operations of one token in one expert: two for each weight of its projections."""
+    expert = layer.expert
+    halves = 2 if expert.gate.has_gate else 1
+    return 2 * (halves + 1) * expert.hidden * expert.intermediate
+
+
+def resident_flops(geometry: ModelGeometry, num_tokens: int) -> int:
+    """Two operations for each weight that is no expert and each token; the head works for the
+    last token only."""
+    weights = geometry.resident_read_bytes // DTYPE_BYTES[geometry.dtype]
+    head = min(weights, geometry.vocab * geometry.hidden)
+    return 2 * ((weights - head) * num_tokens + head)
+
+
+def attention_flops(geometry: ModelGeometry, start: int, end: int) -> int:
+    """Scores and weighted sums of tokens start..end-1 over what is before them, windows kept.
+
+    0 where the geometry does not list the attention layers.
+    """
+    total = 0
+    for layer in geometry.attention:
+        pairs = sum_of_contexts(end, layer.window) - sum_of_contexts(start, layer.window)
+        total += 2 * layer.num_heads * (layer.key_dim + layer.value_dim) * pairs
+    return total
+
+
+def sum_of_contexts(num_tokens: int, window: int | None) -> int:
+    """Pairs of a token and one it attends to, itself included."""
+    full = num_tokens if window is None else min(num_tokens, window)
+    rest = (num_tokens - full) * (window or 0)
+    return full * (full + 1) // 2 + rest
+
+
+def _step(
+    geometry: ModelGeometry, rates: Rates, experts: float, context_tokens: int, num_rows: int
+) -> StepCost:
+    kv_bytes = geometry.kv_fixed_bytes * num_rows + geometry.kv_bytes_per_token * context_tokens
     return StepCost(
         resident_ms=geometry.resident_read_bytes / rates.hbm_gbps / 1e6,
         kv_ms=kv_bytes / rates.hbm_gbps / 1e6,
-        experts_ms=experts_ms(geometry, rates, hits, misses),
+        experts_ms=experts,
     )
+
+
+def _expected_layer_ms(layer: MoELayer, rates: Rates, hit_rate: float, used: float) -> float:
+    """Mean of max(misses / link, hits / HBM) over binomially distributed misses."""
+    num = max(1, round(used))
+    record_bytes = used / num * layer.expert.record_bytes / 1e6
+    total = 0.0
+    for misses in range(num + 1):
+        chance = comb(num, misses) * (1 - hit_rate) ** misses * hit_rate ** (num - misses)
+        link = misses * record_bytes / rates.link_gbps
+        hbm = (num - misses) * record_bytes / rates.hbm_gbps
+        total += chance * max(link, hbm)
+    return total
+
+
+def _flops_ms(flops: float, rates: Rates) -> float:
+    """Without a rate of matrix products they are taken as hidden behind the bytes."""
+    return 0.0 if rates.gemm_tflops is None else flops / rates.gemm_tflops / 1e9

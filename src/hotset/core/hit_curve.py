@@ -1,0 +1,172 @@
+"""How many of the routed experts have a slot, as a function of how many slots there are.
+
+Knows shares of experts and of uses, and where a curve comes from; refuses to know bytes and time.
+A curve is replayed from a trace, counted from a profile, or assumed, and says which.
+
+Letters: T tokens, L MoE layers, K top-k, R rows decoded side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hotset.core.costmodel import distinct_experts
+from hotset.core.errors import ConfigError
+from hotset.core.geometry import MoELayer
+from hotset.core.policy import DEFAULT_HALF_LIFE, HalfLife
+from hotset.core.profile import Profile
+from hotset.core.simulator import Condition, simulate
+from hotset.core.trace import Trace, TraceSequence
+
+SHARES = (0.0, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1.0)
+"""Where curves are sampled: closer where they are steeper."""
+
+HALF_LIVES = (8.0, 16.0, 32.0, 64.0)
+
+MOST_TOKENS = 4096
+"""Of a trace that is replayed for a curve: enough for 0.01, and a second or two."""
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """Hit rate over the share of experts that have a slot, straight lines between the points.
+
+    Attributes:
+        shares: ascending, from 0 to 1.
+        hit_rates: at each, never falling; 0 without slots and 1 with all.
+        source: where it comes from, one phrase.
+        assumed: it was taken from other models.
+        half_life: that it was replayed with, steps; `None` for a set that does not move.
+        used_share: share of a layer's experts that one step uses; `None` where nobody counted,
+            then as if each were as likely.
+    """
+
+    shares: tuple[float, ...]
+    hit_rates: tuple[float, ...]
+    source: str
+    assumed: bool = False
+    half_life: float | None = None
+    used_share: float | None = None
+
+    def at(self, share: float) -> float:
+        """Hit rate where that share of a layer's experts has a slot."""
+        return float(np.interp(share, self.shares, self.hit_rates))
+
+    def used(self, layer: MoELayer, num_rows: int) -> float:
+        """Distinct experts of a layer in a step of that many rows."""
+        if self.used_share is not None:
+            return self.used_share * layer.num_experts
+        return distinct_experts(layer, num_rows)
+
+    @classmethod
+    def from_trace(
+        cls, trace: Trace, *, num_rows: int = 1, half_lives: Sequence[float] = HALF_LIVES
+    ) -> HitCurve:
+        """Replays the beginning of each sequence under the engine's policy, wishes one step late.
+
+        Args:
+            num_rows: sequences that a step decodes side by side; the uses of a step are the
+                distinct experts of all of them.
+            half_lives: of which the one with the most hits over all shares is taken.
+
+        Raises:
+            ConfigError: fewer sequences than rows.
+        """
+        replayed = beside_each_other(shortened(trace, MOST_TOKENS * num_rows), num_rows)
+        inner = SHARES[1:-1]
+        conditions = [
+            Condition(HalfLife.name, share, half_life)
+            for half_life in half_lives
+            for share in inner
+        ]
+        results = simulate(replayed, conditions, wish_lag=1)
+        rates = np.array([r.hit_rate for r in results]).reshape(len(half_lives), len(inner))
+        best = int(rates.sum(axis=1).argmax())
+        name = trace.info.model or "a trace"
+        rows = "" if num_rows == 1 else f", {num_rows} rows a step"
+        return cls(
+            shares=SHARES,
+            hit_rates=_rising([0.0, *rates[best].tolist(), 1.0]),
+            source=f"{replayed.num_tokens * num_rows:,} tokens of {name} replayed with half-life "
+            f"{half_lives[best]:g}{rows}",
+            half_life=float(half_lives[best]),
+            used_share=_used_share(replayed),
+        )
+
+    @classmethod
+    def from_profile(cls, profile: Profile) -> HitCurve:
+        """What the most used experts of a profile cover of its own uses: a set that does not
+        move, on the text that it was made from."""
+        counts_LE = -np.sort(-profile.counts_LE, axis=1)
+        total = max(1, int(counts_LE.sum()))
+        width = np.array(profile.fingerprint.num_experts)[:, None]
+        rank = np.arange(counts_LE.shape[1])
+        rates = [float((counts_LE * (rank < np.round(s * width))).sum()) / total for s in SHARES]
+        return cls(
+            shares=SHARES,
+            hit_rates=_rising(rates),
+            source=f"what the most used experts cover of {profile.num_tokens:,} tokens of the "
+            f"profile of {profile.model or 'this model'}; a policy that follows the text has more",
+        )
+
+
+ASSUMED = HitCurve(
+    shares=SHARES,
+    hit_rates=(0.0, 0.304, 0.475, 0.594, 0.684, 0.810, 0.890, 0.940, 0.971, 0.991, 1.0),
+    source="assumed: the mean of gpt-oss-20b, a 54M and a 6M model at half-life 16; at a quarter "
+    "of the slots they have 0.66 to 0.73, another model may lie outside. A trace of this model "
+    "would tell",
+    assumed=True,
+    half_life=DEFAULT_HALF_LIFE,
+)
+"""For a model nobody recorded. Even sequences of three recorded models, wishes one step late,
+half-life 16, mean of the three (of the four domains first, for the 54M model)."""
+
+
+def shortened(trace: Trace, num_tokens: int) -> Trace:
+    """The trace with about that many tokens at most: whole sequences, evenly spaced."""
+    step = max(1, round(trace.num_tokens / num_tokens))
+    return replace(trace, sequences=trace.sequences[::step])
+
+
+def beside_each_other(trace: Trace, num_rows: int) -> Trace:
+    """The same sequences as rows of one batch: row r has sequences r, r + R, ... one after the
+    other. What the longer rows have beyond the shortest is left out.
+
+    Returns:
+        One sequence with ids [T, L, R*K], an expert once in each layer of a step.
+
+    Raises:
+        ConfigError: fewer sequences than rows.
+    """
+    if num_rows == 1:
+        return trace
+    if len(trace.sequences) < num_rows:
+        raise ConfigError(
+            f"the trace has {len(trace.sequences)} sequences, {num_rows} rows need one each",
+            hint=f"use at most {len(trace.sequences)} rows, or record more texts",
+        )
+    parts = [trace.ids_TLK[s.start : s.start + s.num_tokens] for s in trace.sequences]
+    rows = [np.concatenate(parts[row::num_rows]) for row in range(num_rows)]
+    length = min(len(row) for row in rows)
+    ids_TLN = np.sort(np.concatenate([row[:length] for row in rows], axis=2), axis=2)
+    again = np.zeros(ids_TLN.shape, dtype=np.bool_)
+    again[:, :, 1:] = ids_TLN[:, :, 1:] == ids_TLN[:, :, :-1]
+    ids_TLN[again] = np.iinfo(ids_TLN.dtype).max
+    return replace(
+        trace, ids_TLK=ids_TLN, sequences=(TraceSequence(0, 0, length),), token_ids_T=None
+    )
+
+
+def _used_share(trace: Trace) -> float:
+    """Mean share of a layer's experts that a step uses; ids are distinct within a layer."""
+    used_L = trace.total_counts().sum(axis=1) / trace.num_tokens
+    return float((used_L / np.array(trace.num_experts)).mean())
+
+
+def _rising(rates: Sequence[float]) -> tuple[float, ...]:
+    """Noise of a short trace taken out: more slots never have fewer hits."""
+    return tuple(np.maximum.accumulate(np.asarray(rates, dtype=np.float64)).tolist())

@@ -5,7 +5,9 @@
     +-- CheckpointError  files on disk are missing, damaged or not understood
     +-- CapacityError    it does not fit: VRAM, host RAM, disk, context
     +-- RequestError     one request is wrong; the engine goes on
+    |   +-- QueueFullError   too many requests wait already
     +-- HardwareError    the machine lacks something or failed
+        +-- FatalError       a device failed for good; only a new process helps
 
 A user's mistake raises one of these; an `assert` is for our own bugs only.
 """
@@ -57,8 +59,16 @@ class RequestError(HotsetError):
     """One request is wrong or cannot be served; nothing else is affected."""
 
 
+class QueueFullError(RequestError):
+    """As many requests wait as may; the same request may be taken later."""
+
+
 class HardwareError(HotsetError):
     """The machine lacks what is needed, or a device failed."""
+
+
+class FatalError(HardwareError):
+    """A device failed in a way that lasts: nothing runs on it any more in this process."""
 
 
 @contextmanager

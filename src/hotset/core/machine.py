@@ -29,10 +29,12 @@ UNITS = {
     "gemm": "TFLOP/s",
     "cpu_memory": "GB/s",
     "disk": "GB/s",
+    "decode_layer": "us",
 }
 """Every figure there is, in units of 1e9 bytes or 1e12 operations per second: kernels reading
 page-locked host memory in place, the copy engine from host to device, device memory read only,
-BF16 matrix products with FP32 sums, host memory read by all cores, and files read from disk."""
+BF16 matrix products with FP32 sums, host memory read by all cores, and files read from disk. The
+last is a time: what a decoder layer of a decode step takes beyond its bytes."""
 
 LINK_FIGURES = ("link_zero_copy", "link_copy")
 
@@ -134,7 +136,15 @@ class MachineDescription:
             link_gbps=zero_copy.value,
             copy_gbps=self._needed("link_copy", None).value,
             hbm_gbps=self._needed("hbm", None).value,
+            gemm_tflops=self._value("gemm"),
+            cpu_gbps=self._value("cpu_memory"),
+            disk_gbps=self._value("disk"),
+            layer_us=self._value("decode_layer") or 0.0,
         )
+
+    def _value(self, kind: str) -> float | None:
+        figure = self.figure(kind)
+        return None if figure is None else figure.value
 
     def _needed(self, kind: str, record_bytes: int | None) -> Figure:
         figure = self.figure(kind, record_bytes=record_bytes)

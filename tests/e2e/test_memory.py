@@ -54,9 +54,11 @@ def test_loading_peaks_at_what_stays(measured: dict[str, Any]) -> None:
 
 
 def test_everything_is_given_back(measured: dict[str, Any]) -> None:
-    """FT-05: five cycles, flat. One arena that stays would be 72 MiB a cycle."""
+    """FT-05: five cycles, flat. Whatever stays adds up from cycle to cycle; half of what the
+    smallest part would come to is left to the allocator's own ups and downs."""
     left = measured["left"]
-    assert max(left) - min(left) < 8 * MIB, left
+    smallest = min(measured[f"{part}_bytes"] for part in ("arena", "slot", "resident"))
+    assert left[-1] - left[0] < (len(left) - 1) * smallest / 2, left
     assert left[-1] < SLACK, left
 
 

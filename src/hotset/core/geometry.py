@@ -163,6 +163,7 @@ class ModelGeometry:
             its context (masks, attention scores where they are materialised).
         continues_in_chunks: a forward that extends a context may have any number of tokens;
             otherwise it is right for one token only.
+        recurrent: some layers carry a state from token to token instead of keys and values.
     """
 
     model_type: str
@@ -183,6 +184,7 @@ class ModelGeometry:
     attention: tuple[AttentionLayer, ...] = ()
     attention_reason: str = ""
     continues_in_chunks: bool = True
+    recurrent: bool = False
 
     def activation_bytes(self, num_tokens: int, context_tokens: int) -> int:
         """Peak transient of one forward outside the experts.

@@ -16,7 +16,8 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, DynamicCache, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from hotset.checkpoint.files import read_json
 from hotset.checkpoint.params import ExpertParam
@@ -280,7 +281,14 @@ def _geometry(
         activation_bytes_per_context_token=used.activation_bytes_per_context_token,
         activation_bytes_per_pair=used.activation_bytes_per_pair,
         continues_in_chunks=config.model_type not in _CONTINUED_BY_TOKEN,
+        recurrent=_is_recurrent(text),
     )
+
+
+def _is_recurrent(text: PretrainedConfig) -> bool:
+    """By the cache that the library makes for it."""
+    layers = DynamicCache(config=text).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
 
 
 def _unread_bytes(model: PreTrainedModel) -> int:

@@ -275,11 +275,14 @@ def logit_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
     """How far two right computations of the same logits may lie apart.
 
     Each of the L decoder layers adds sums of about H rounded terms; independent roundings add up
-    as their square root, eps * sqrt(L * H) relative to the largest logit. Factor 4 for the tail of
-    many positions (four standard deviations).
+    as their square root, eps * sqrt(L * H) relative to the largest logit. A recurrent state takes
+    up the roundings of every token so far: a position then adds those of up to T tokens. Factor 4
+    for the tail of many positions (four standard deviations).
     """
     eps = torch.finfo(getattr(torch, engine.geometry.dtype)).eps
     terms = engine.geometry.num_layers * engine.geometry.hidden
+    if engine.geometry.recurrent:
+        terms *= len(logits_TV)
     return 4 * eps * math.sqrt(terms) * float(logits_TV.abs().max())
 
 

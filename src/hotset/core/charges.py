@@ -132,8 +132,8 @@ def _reference_bytes(layer: MoELayer) -> tuple[int, int]:
 
 
 def _num_elements(layer: MoELayer) -> int:
-    """Elements of one expert, padding of the record included."""
-    return layer.expert.record_bytes // DTYPE_BYTES[layer.expert.dtype]
+    """Elements of one expert, padding of its plain record included."""
+    return layer.expert.as_plain().record_bytes // DTYPE_BYTES[layer.expert.dtype]
 
 
 class Charges:

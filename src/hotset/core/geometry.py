@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from hotset.core.formats import PLAIN, WeightFormat
 from hotset.core.record import RecordLayout
 
 
@@ -68,7 +69,12 @@ class ExpertSpec:
     The first projection is stored as rows `[gate 0..I-1 | up 0..I-1]` of length H (only the I up
     rows without a gate), whatever the checkpoint does (transposed, interleaved); the second as H
     rows of length I. Record fields: `up` [2I or I, H], `down` [H, I], and with biases
-    `up_bias` [2I or I], `down_bias` [H].
+    `up_bias` [2I or I], `down_bias` [H]; for quantised weights see `WeightFormat.fields`.
+
+    Attributes:
+        dtype: compute dtype: of inputs, biases and plain weights. Quantised weights are rounded
+            to it once, before they are multiplied.
+        up_format, down_format: how the weights of each projection are stored.
     """
 
     hidden: int
@@ -77,20 +83,55 @@ class ExpertSpec:
     has_bias: bool
     dtype: str
     layout: RecordLayout
+    up_format: WeightFormat = PLAIN
+    down_format: WeightFormat = PLAIN
 
     @classmethod
     def build(
-        cls, *, hidden: int, intermediate: int, gate: Gate, has_bias: bool, dtype: str
+        cls,
+        *,
+        hidden: int,
+        intermediate: int,
+        gate: Gate,
+        has_bias: bool,
+        dtype: str,
+        weights: WeightFormat = PLAIN,
+        down_weights: WeightFormat | None = None,
     ) -> ExpertSpec:
-        """An unquantised expert; `dtype` is float32, bfloat16 or float16."""
-        rows = (2 if gate.has_gate else 1) * intermediate
-        specs: list[tuple[str, tuple[int, ...], str]] = [
-            ("up", (rows, hidden), dtype),
-            ("down", (hidden, intermediate), dtype),
-        ]
+        """An expert and the layout of its record.
+
+        Args:
+            dtype: float32, bfloat16 or float16.
+            weights: format of both projections,
+            down_weights: or of the first only, where the second has this one.
+        """
+        down_weights = weights if down_weights is None else down_weights
+        assert not down_weights.has_order
+        halves = 2 if gate.has_gate else 1
+        specs = weights.fields("up", halves=halves, rows=intermediate, columns=hidden, dtype=dtype)
+        specs += down_weights.fields(
+            "down", halves=1, rows=hidden, columns=intermediate, dtype=dtype
+        )
         if has_bias:
+            rows = halves * intermediate
             specs += [("up_bias", (rows,), dtype), ("down_bias", (hidden,), dtype)]
-        return cls(hidden, intermediate, gate, has_bias, dtype, RecordLayout.build(specs))
+        layout = RecordLayout.build(specs)
+        return cls(hidden, intermediate, gate, has_bias, dtype, layout, weights, down_weights)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether records hold weights in the compute dtype and nothing is to be dequantised."""
+        return self.up_format.is_plain and self.down_format.is_plain
+
+    def as_plain(self) -> ExpertSpec:
+        """The same expert with plain weights: what a dequantised record looks like."""
+        return ExpertSpec.build(
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            gate=self.gate,
+            has_bias=self.has_bias,
+            dtype=self.dtype,
+        )
 
     @property
     def record_bytes(self) -> int:

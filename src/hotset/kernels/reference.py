@@ -1,5 +1,6 @@
 """The specification of every op, in plain torch. Slow on purpose, right by inspection.
 
+    W = round(value(code) * scale)        quantised weights: see `dequantise`
     u = W_up x (+ up_bias)                FP32 sums
     h = round(gate(u))                    gate in FP32, rounded once to the model's dtype
     y[t, k] = W_down h (+ down_bias)      FP32 sums, kept in FP32
@@ -18,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from hotset.core.geometry import Activation, ExpertSpec, Gate, GateForm
+from hotset.kernels.dequantise import multiplied_weights
 from hotset.kernels.gather import copy_records, gather_records
 
 # (address, nbytes, device) -> uint8 [nbytes] on that device
@@ -84,10 +86,12 @@ def apply_gate(u: torch.Tensor, gate: Gate) -> torch.Tensor:
 
 def expert_output(x_NH: torch.Tensor, record: torch.Tensor, spec: ExpertSpec) -> torch.Tensor:
     """One expert on N tokens: [N, H] in the model's dtype to [N, H] FP32."""
-    field = {name: value.float() for name, value in record_fields(record, spec).items()}
-    u = functional.linear(x_NH.float(), field["up"], field.get("up_bias"))
+    fields = record_fields(record, spec)
+    up, down = multiplied_weights(fields, spec)
+    bias = {name: fields[name].float() for name in ("up_bias", "down_bias") if spec.has_bias}
+    u = functional.linear(x_NH.float(), up, bias.get("up_bias"))
     h = apply_gate(u, spec.gate).to(x_NH.dtype)
-    return functional.linear(h.float(), field["down"], field.get("down_bias"))
+    return functional.linear(h.float(), down, bias.get("down_bias"))
 
 
 def expert_outputs(

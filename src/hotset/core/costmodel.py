@@ -215,6 +215,8 @@ def cpu_break_even(rates: Rates, slot_share: float) -> float | None:
     """
     if rates.cpu_gbps is None:
         return None
+    if slot_share >= 1:
+        return 0.0
     return max(0.0, 1 - (1 - slot_share) * rates.link_gbps / rates.cpu_gbps)
 
 

@@ -39,6 +39,7 @@ class HitCurve:
         hit_rates: at each, never falling; 0 without slots and 1 with all.
         source: where it comes from, one phrase.
         assumed: it was taken from other models.
+        num_rows: sequences that a step decodes side by side; hits are of distinct experts.
         half_life: that it was replayed with, steps; `None` for a set that does not move.
         used_share: share of a layer's experts that one step uses; `None` where nobody counted,
             then as if each were as likely.
@@ -48,6 +49,7 @@ class HitCurve:
     hit_rates: tuple[float, ...]
     source: str
     assumed: bool = False
+    num_rows: int = 1
     half_life: float | None = None
     used_share: float | None = None
 
@@ -55,11 +57,11 @@ class HitCurve:
         """Hit rate where that share of a layer's experts has a slot."""
         return float(np.interp(share, self.shares, self.hit_rates))
 
-    def used(self, layer: MoELayer, num_rows: int) -> float:
-        """Distinct experts of a layer in a step of that many rows."""
+    def used(self, layer: MoELayer) -> float:
+        """Distinct experts of a layer in one step."""
         if self.used_share is not None:
             return self.used_share * layer.num_experts
-        return distinct_experts(layer, num_rows)
+        return distinct_experts(layer, self.num_rows)
 
     @classmethod
     def from_trace(
@@ -92,6 +94,7 @@ class HitCurve:
             hit_rates=_rising([0.0, *rates[best].tolist(), 1.0]),
             source=f"{replayed.num_tokens * num_rows:,} tokens of {name} replayed with half-life "
             f"{half_lives[best]:g}{rows}",
+            num_rows=num_rows,
             half_life=float(half_lives[best]),
             used_share=_used_share(replayed),
         )
@@ -113,17 +116,40 @@ class HitCurve:
         )
 
 
-ASSUMED = HitCurve(
-    shares=SHARES,
-    hit_rates=(0.0, 0.304, 0.475, 0.594, 0.684, 0.810, 0.890, 0.940, 0.971, 0.991, 1.0),
-    source="assumed: the mean of gpt-oss-20b, a 54M and a 6M model at half-life 16; at a quarter "
-    "of the slots they have 0.66 to 0.73, another model may lie outside. A trace of this model "
-    "would tell",
-    assumed=True,
-    half_life=DEFAULT_HALF_LIFE,
-)
-"""For a model nobody recorded. Even sequences of three recorded models, wishes one step late,
-half-life 16, mean of the three (of the four domains first, for the 54M model)."""
+_ASSUMED = {
+    1: (0.0, 0.305, 0.477, 0.596, 0.686, 0.812, 0.890, 0.940, 0.971, 0.991, 1.0),
+    2: (0.0, 0.237, 0.397, 0.517, 0.614, 0.758, 0.855, 0.920, 0.962, 0.988, 1.0),
+    4: (0.0, 0.178, 0.318, 0.434, 0.533, 0.691, 0.807, 0.890, 0.948, 0.983, 1.0),
+    8: (0.0, 0.130, 0.247, 0.353, 0.449, 0.615, 0.749, 0.852, 0.928, 0.976, 1.0),
+    16: (0.0, 0.097, 0.192, 0.282, 0.369, 0.530, 0.672, 0.794, 0.891, 0.962, 1.0),
+}
+"""Hit rates at `SHARES` by rows of a step, half-life 16, wishes one step late: means over three
+recorded models (gpt-oss-20b, a 54M and a 6M model, the even sequences up to 4 rows, all from 8)."""
+
+_ASSUMED_RANGE = {1: (0.66, 0.80), 2: (0.58, 0.75), 4: (0.48, 0.69), 8: (0.40, 0.53)}
+"""Of these models at a quarter of the slots."""
+
+
+def assumed_curve(num_rows: int = 1) -> HitCurve:
+    """For a model that nobody recorded: the mean of three others.
+
+    Args:
+        num_rows: sequences that a step decodes side by side. Beyond 16 the curve of 16 is taken.
+    """
+    known = sorted(_ASSUMED)
+    place = np.log2(min(num_rows, known[-1]))
+    rates = np.array([_ASSUMED[rows] for rows in known])
+    mixed = [float(np.interp(place, np.log2(known), column)) for column in rates.T]
+    low, high = _ASSUMED_RANGE[max(rows for rows in _ASSUMED_RANGE if rows <= num_rows)]
+    return HitCurve(
+        shares=SHARES,
+        hit_rates=tuple(mixed),
+        source=f"assumed as the mean of gpt-oss-20b, a 54M and a 6M model; at a quarter of the "
+        f"slots these have {low:.2f} to {high:.2f}, and this model may lie outside",
+        assumed=True,
+        num_rows=num_rows,
+        half_life=DEFAULT_HALF_LIFE,
+    )
 
 
 def shortened(trace: Trace, num_tokens: int) -> Trace:

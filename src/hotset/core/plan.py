@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.core.errors import CapacityError
+from hotset.core.speed import Speed
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class MemoryPlan:
         choices: requested against effective, for each number a user can set or would ask about.
         warnings: what works but will hurt, each with its remedy.
         problems: why it cannot be carried out; none when it fits.
+        speed: what it is expected to be worth; `None` where the machine's rates are not known or
+            the plan does not fit.
     """
 
     device: Side
@@ -155,6 +158,7 @@ class MemoryPlan:
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
     problems: tuple[Problem, ...]
+    speed: Speed | None = None
 
     @property
     def fits(self) -> bool:
@@ -192,6 +196,7 @@ class MemoryPlan:
             "choices": [asdict(choice) for choice in self.choices],
             "warnings": list(self.warnings),
             "problems": [asdict(problem) for problem in self.problems],
+            "speed": None if self.speed is None else self.speed.to_dict(),
         }
 
 

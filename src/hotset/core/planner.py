@@ -3,7 +3,8 @@
 Everything that must be there is charged first, the worst prefill chunk and the longest context
 included; slots get what is left. What a user set is in the plan as it was set, or the plan does
 not fit; what was left to auto is stated with its reason. A plan is always returned, and says in
-`problems` what is wrong with it. Costs are in `charges`, the auto rules in `sizing`.
+`problems` what is wrong with it. Costs are in `charges`, the auto rules in `sizing`, what replaces
+them where the machine's rates are known in `fastest`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotset.core.charges import Charges, Sizes, Workspace
+from hotset.core.fastest import fastest_sizes, predict, reasons
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import HostMemory, Machine
 from hotset.core.plan import Choice, Line, MemoryPlan, Side
 from hotset.core.refusal import Refusal
 from hotset.core.sizing import Budgets, PlanRequest, choose_sizes, least_sizes
+from hotset.core.speed import SpeedModel
 from hotset.core.units import format_bytes
 
 __all__ = ["PlanRequest", "Workspace", "make_plan"]
@@ -27,6 +30,7 @@ def make_plan(
     request: PlanRequest,
     *,
     workspaces: Sequence[Workspace] = (),
+    speed: SpeedModel | None = None,
 ) -> MemoryPlan:
     """Plans device and host memory.
 
@@ -36,6 +40,8 @@ def make_plan(
         request: what was asked; `None` fields are chosen here.
         workspaces: what backends allocate on the device beyond what the planner knows by itself
             (the stock modules and the expert kernels).
+        speed: of this model on this machine. With it the prefill chunk, and the slots beside it,
+            are what is predicted to be fastest; without it they go by the rules of `sizing`.
 
     Returns:
         A plan; `require_fit` raises where it cannot be carried out.
@@ -43,8 +49,12 @@ def make_plan(
     kernels = request.kernels or ("triton" if machine.device == "cuda" else "reference")
     charges = Charges(geometry, device=machine.device, kernels=kernels, workspaces=workspaces)
     budgets = Budgets.of(machine, request)
-    sizes = choose_sizes(charges, request, budgets)
+    by_rules = sizes = choose_sizes(charges, request, budgets)
+    if speed is not None:
+        sizes = fastest_sizes(charges, request, budgets, speed, by_rules)
     problems = Refusal(charges, machine, request, budgets).problems()
+    expected = None if speed is None or problems else predict(charges, speed, sizes)
+    choices = _choices(charges, sizes, budgets, request, machine)
     return MemoryPlan(
         device=_device_side(charges, sizes, budgets, request, machine),
         host=_host_side(charges, sizes, budgets, request, machine.host),
@@ -53,9 +63,13 @@ def make_plan(
         staging_records=sizes.staging_records,
         context_tokens=sizes.context_tokens,
         prefill_chunk=sizes.prefill_chunk,
-        choices=tuple(_choices(charges, sizes, budgets, request, machine)),
+        choices=tuple(
+            reasons(choice, expected, by_rules=sizes == by_rules) if expected else choice
+            for choice in choices
+        ),
         warnings=() if problems else tuple(_warnings(charges, sizes, machine)),
         problems=problems,
+        speed=expected,
     )
 
 

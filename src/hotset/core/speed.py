@@ -1,0 +1,189 @@
+"""What a plan is expected to be worth: tokens per second, time to the first token, load time.
+
+Joins a model's geometry, a machine's rates and a hit curve; refuses to know budgets. Everything
+that was not measured for this model on this machine is listed as an assumption, in words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hotset.core.costmodel import (
+    PromptCost,
+    Rates,
+    StepCost,
+    cpu_break_even,
+    predict_load_seconds,
+    predict_prompt,
+    predict_step,
+)
+from hotset.core.geometry import ModelGeometry
+from hotset.core.hit_curve import HitCurve
+from hotset.core.machine import MachineDescription
+
+# Forwards of that many tokens or more stream missing experts through the staging ring. The number
+# is the runtime's (`runtime.moe`); a test holds them together.
+RING_TOKENS = 65
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What speed is predicted for.
+
+    Attributes:
+        prompt_tokens, answer_tokens: of one request; the prompt is cut to half the context where
+            that is shorter.
+    """
+
+    prompt_tokens: int = 4096
+    answer_tokens: int = 512
+
+    def within(self, context_tokens: int) -> Workload:
+        """The same in a context: the prompt at most half of it, the answer at most the rest."""
+        prompt = max(1, min(self.prompt_tokens, context_tokens // 2))
+        return Workload(prompt, min(self.answer_tokens, context_tokens - prompt))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What is predicted for one plan.
+
+    Attributes:
+        workload: what it is predicted for.
+        hit_rate: share of the experts of a decode step that have a slot.
+        step: a decode step in the middle of the answer.
+        prompt: until the prompt of one request is through.
+        num_rows: sequences in it.
+        tokens_per_second: of all rows together.
+        seconds: for one request, prompt and answer.
+        load_seconds: reading the weights from disk; `None` where its rate is not known.
+        cpu_break_even: hit rate below which computing on the CPU would be faster, see
+            `core.costmodel`; `None` where the CPU's rate is not known.
+        half_life: for the policy, steps; `None` where the hit curve has none.
+        assumptions: what was not measured for this model on this machine.
+    """
+
+    workload: Workload
+    hit_rate: float
+    step: StepCost
+    prompt: PromptCost
+    num_rows: int
+    tokens_per_second: float
+    seconds: float
+    load_seconds: float | None
+    cpu_break_even: float | None
+    half_life: float | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def first_token_seconds(self) -> float:
+        """The prompt and the step that gives the first token."""
+        return self.prompt.total_ms / 1e3
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "step": {**asdict(self.step), "total_ms": self.step.total_ms},
+            "prompt": {**asdict(self.prompt), "total_ms": self.prompt.total_ms},
+            "first_token_seconds": self.first_token_seconds,
+            "assumptions": list(self.assumptions),
+        }
+
+
+class SpeedModel:
+    """Predicts for one model on one machine.
+
+    Args:
+        geometry: the model.
+        rates: the machine's.
+        curve: hits over slots, and how many rows a step has.
+        assumptions: about the rates; those about the curve and the model are added.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        rates: Rates,
+        curve: HitCurve,
+        *,
+        assumptions: Sequence[str] = (),
+    ) -> None:
+        self.geometry, self.rates, self.curve = geometry, rates, curve
+        self.assumptions = (*assumptions, *self._own_assumptions())
+
+    @classmethod
+    def of_machine(
+        cls, geometry: ModelGeometry, description: MachineDescription, curve: HitCurve
+    ) -> SpeedModel:
+        """With the rates of a description at this model's record size.
+
+        Raises:
+            ConfigError: a figure is missing that a prediction needs.
+        """
+        record_bytes = max(layer.expert.record_bytes for layer in geometry.layers)
+        rates = description.rates(record_bytes=record_bytes)
+        return cls(geometry, rates, curve, assumptions=description.caveats())
+
+    def predict(
+        self,
+        *,
+        slots_per_layer: Sequence[int],
+        context_tokens: int,
+        prefill_chunk: int,
+        workload: Workload,
+    ) -> Speed:
+        """Speed with that many slots in each MoE layer.
+
+        Args:
+            context_tokens: what each row's cache may hold; the workload is cut to it.
+            prefill_chunk: most tokens of one forward.
+        """
+        work, rows = workload.within(context_tokens), self.curve.num_rows
+        layers = self.geometry.layers
+        shares = [slots / x.num_experts for slots, x in zip(slots_per_layer, layers, strict=True)]
+        hit_rates = [self.curve.at(share) for share in shares]
+        used = [self.curve.used(layer) for layer in layers]
+        filled = work.prompt_tokens + work.answer_tokens // 2
+        step = predict_step(
+            self.geometry,
+            self.rates,
+            hit_rates=hit_rates,
+            used=used,
+            context_tokens=filled * rows,
+            num_rows=rows,
+        )
+        prompt = predict_prompt(
+            self.geometry,
+            self.rates,
+            num_tokens=work.prompt_tokens,
+            chunk_tokens=min(prefill_chunk, work.prompt_tokens),
+            resident_share=shares,
+            ring_tokens=RING_TOKENS,
+        )
+        sizes = [layer.num_experts * layer.expert.record_bytes for layer in layers]
+        held = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
+        return Speed(
+            workload=work,
+            hit_rate=sum(h * u for h, u in zip(hit_rates, used, strict=True)) / sum(used),
+            step=step,
+            prompt=prompt,
+            num_rows=rows,
+            tokens_per_second=rows * 1e3 / step.total_ms,
+            seconds=(prompt.total_ms + work.answer_tokens * step.total_ms) / 1e3,
+            load_seconds=predict_load_seconds(self.geometry, self.rates),
+            cpu_break_even=cpu_break_even(self.rates, held),
+            half_life=self.curve.half_life,
+            assumptions=self.assumptions,
+        )
+
+    def _own_assumptions(self) -> list[str]:
+        found = [f"hit rate: {self.curve.source}"] if self.curve.assumed else []
+        if self.rates.gemm_tflops is None:
+            found.append("prompts: the products are hidden behind the bytes, no rate is known")
+        if not self.geometry.attention:
+            found.append("prompts: attention costs nothing, its layers are not listed")
+        if self.rates.layer_us == 0:
+            found.append("layers take no time beyond their bytes: no figure is known")
+        return found

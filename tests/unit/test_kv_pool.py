@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer
 from hotset.kernels.attention import ring_blocks
-from hotset.runtime.kv_pool import BlockAllocator, KVPool, kv_pool_bytes
+from hotset.runtime.kv_blocks import BlockAllocator
+from hotset.runtime.kv_pool import KVPool, kv_pool_bytes
 
 BLOCK_TOKENS = 4
 

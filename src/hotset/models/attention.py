@@ -97,24 +97,26 @@ class AttentionSwitch:
     walks the module tree and checks again what was checked at the start: a thousand times slower.
 
     Args:
-        model: a stock model. Outside the blocks it keeps the implementation that it has now.
+        model: a stock model.
     """
 
     def __init__(self, model: nn.Module) -> None:
         configs = (getattr(module, "config", None) for module in model.modules())
         distinct = {id(c): c for c in configs if isinstance(c, PretrainedConfig)}
-        self._stock = [(config, config._attn_implementation) for config in distinct.values()]
+        self._configs = list(distinct.values())
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """Within the block all attention layers use the implementation `name`."""
-        for config, _ in self._stock:
+        """Within the block all attention layers use the implementation `name`; behind it what they
+        used before, which in a block within a block is the outer one's."""
+        before = [config._attn_implementation for config in self._configs]
+        for config in self._configs:
             config._attn_implementation_internal = name
         try:
             yield
         finally:
-            for config, stock in self._stock:
-                config._attn_implementation_internal = stock
+            for config, earlier in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = earlier
 
     def decode(self) -> AbstractContextManager[None]:
         """Within the block: one token a row, over a KV pool."""

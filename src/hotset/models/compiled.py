@@ -34,17 +34,17 @@ class CompiledLayers:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(decoder_layers(model))
-        self._plain = [layer.forward for layer in self._layers]
         # One pass object for all: the compiler takes another one for another backend, and would
         # compile every layer anew.
         options: dict[str, Any] = {"post_grad_custom_post_pass": _ShortTopK()}
         self._compiled = [
-            torch.compile(forward, dynamic=False, options=options) for forward in self._plain
+            torch.compile(layer.forward, dynamic=False, options=options) for layer in self._layers
         ]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within the block the model runs its compiled layers."""
+        """Within the block the model runs its compiled layers, behind it what it ran before."""
+        before = [layer.forward for layer in self._layers]
         limits = torch._dynamo.config.patch(
             recompile_limit=_MOST_COMPILATIONS, fail_on_recompile_limit_hit=True
         )
@@ -53,7 +53,7 @@ class CompiledLayers:
             try:
                 yield
             finally:
-                self._set(self._plain)
+                self._set(before)
 
     def _set(self, forwards: list[Any]) -> None:
         for layer, forward in zip(self._layers, forwards, strict=True):

@@ -8,7 +8,8 @@ resident. This file knows transformers' classes; it knows nothing of files, devi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -59,6 +60,22 @@ def bind_experts(module: nn.Module, function: ExpertsFunction) -> None:
     """Sets what computes this module's experts. Kept outside `nn.Module`'s own dictionaries, so
     that neither `state_dict`, `.to()` nor a deep copy of parameters follows it."""
     object.__setattr__(module, "_hotset_experts", function)
+
+
+@contextmanager
+def experts_bound(
+    modules: Iterable[nn.Module], functions: Iterable[ExpertsFunction]
+) -> Iterator[None]:
+    """Within the block each module's experts are computed by its function, behind it by what
+    computed them before."""
+    before = [(module, cast(ExpertsFunction, module._hotset_experts)) for module in modules]
+    for (module, _), function in zip(before, functions, strict=True):
+        bind_experts(module, function)
+    try:
+        yield
+    finally:
+        for module, function in before:
+            bind_experts(module, function)
 
 
 def is_experts(module: nn.Module) -> bool:

@@ -8,8 +8,7 @@ previous one's tokens are known. Knows rows and ids; nothing of text, requests o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ from hotset.core.slot_pools import IntArray
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.attention import AttentionSwitch, shared_compilation
 from hotset.models.compiled import CompiledLayers
-from hotset.models.seam import ExpertsFunction, bind_experts, experts_modules
+from hotset.models.seam import ExpertsFunction, experts_bound, experts_modules
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.kv_pool import KVPool
@@ -84,8 +83,8 @@ class DecodeStep:
         attention: attention kernels.
         options: see there.
         fills: sends wishes before each step; `None` when nothing is filled.
-        log: what the runners tell their ids; its notes of a step are dropped, as the step
-            reports them itself.
+        log: what the runners tell their ids, for the steps that are not this one, which reports
+            them itself.
         before: queued at the start of every step.
         route: ids [B, K] of a MoE layer instead of its router's (a benchmark's replayed routing).
     """
@@ -135,9 +134,10 @@ class DecodeStep:
     def start(self, rows: Sequence[int | None], tokens: Sequence[int]) -> None:
         """Chooses the rows and their newest tokens, which the next step takes in.
 
-        Nothing may be in flight.
+        Nothing may be in flight. Places of `None`, and those that are not given, are padding: they
+        route nowhere, and their tokens mean nothing.
         """
-        assert not self._in_flight
+        assert not self._in_flight and len(rows) == len(tokens)
         self.batch.assign(rows)
         padded = [*tokens, *[0] * (self.size - len(tokens))]
         self.token_B1.copy_(torch.tensor(padded)[:, None])
@@ -180,7 +180,6 @@ class DecodeStep:
         Slots and table are mended; the rows are not, so close them.
         """
         self._in_flight.clear()
-        self._log.drop()
         if self.fills is not None:
             self.fills.abandon()
 
@@ -221,7 +220,13 @@ class DecodeStep:
         self.batch.advance()
         if self.size > 1:
             self._padding_B1 = (self.batch.lengths_B == 0)[:, None]
-        with torch.inference_mode(), self._switch.decode(), self._watched_experts():
+        watched = [self._watched(index) for index in range(len(self._modules))]
+        with (
+            torch.inference_mode(),
+            self._switch.decode(),
+            experts_bound(self._modules, watched),
+            self._log.aside(),
+        ):
             out = self._model(
                 input_ids=self.token_B1,
                 position_ids=self.batch.position_ids_B1,
@@ -232,17 +237,6 @@ class DecodeStep:
             tokens_B, finite_B = self._sample(out.logits[:, -1])
             self.token_B1.copy_(tokens_B[:, None])
             torch.cat([tokens_B, finite_B.to(torch.int64), *self._routed], out=self._report)
-        self._log.drop()
-
-    @contextmanager
-    def _watched_experts(self) -> Iterator[None]:
-        for index, module in enumerate(self._modules):
-            bind_experts(module, self._watched(index))
-        try:
-            yield
-        finally:
-            for module, runner in zip(self._modules, self._runners, strict=True):
-                bind_experts(module, runner)
 
     def _watched(self, index: int) -> ExpertsFunction:
         """A layer's runner, for this step: padded rows route nowhere, and ids are noted."""

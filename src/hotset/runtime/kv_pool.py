@@ -2,8 +2,10 @@
 
 A *row* is one sequence. Layers of one kind (full attention, or one sliding window) share block
 ids: block 7 of a row is block 7 in each of them. A row of a window owns a ring of blocks that is
-reused, one of full attention as many as it is long. Ownership and lengths live on the host, as
-plain numbers; what a step needs of them on the device, the step has (`kv_cache`).
+reused, one of full attention as many as it is long. A row that is opened with a promise gets its
+blocks whenever it needs them: more is never promised than there is, so nothing is evicted in the
+middle of an answer. Ownership and lengths live on the host, as plain numbers; what a step needs of
+them on the device, the step has (`kv_cache`).
 """
 
 from __future__ import annotations
@@ -18,41 +20,13 @@ from numpy.typing import NDArray
 from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer
 from hotset.kernels.attention import ring_blocks
+from hotset.runtime.kv_blocks import BlockAllocator, PrefixIndex
 
 # Tokens of a block. A row wastes half a block on average, and a ring up to one block and what
 # rounding adds (a window of 128: 160 tokens with blocks of 32, 192 with 64), which speaks for
 # small ones; the table of a 128k context still has only 4,096 entries, and a block of one layer
 # is tens of KiB, far more than a memory transaction.
 BLOCK_TOKENS = 32
-
-
-class BlockAllocator:
-    """Hands out block ids 0 .. num_blocks - 1; what was freed last goes first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._free = list(range(num_blocks - 1, -1, -1))
-        self._used: set[int] = set()
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    @property
-    def num_used(self) -> int:
-        return len(self._used)
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Takes blocks. The caller has looked that there are enough."""
-        assert 0 <= num_blocks <= len(self._free), (num_blocks, len(self._free))
-        blocks = [self._free.pop() for _ in range(num_blocks)]
-        self._used.update(blocks)
-        return blocks
-
-    def free(self, blocks: Sequence[int]) -> None:
-        """Gives blocks back, each once."""
-        assert self._used.issuperset(blocks) and len(set(blocks)) == len(blocks), blocks
-        self._used.difference_update(blocks)
-        self._free.extend(blocks)
 
 
 @dataclass
@@ -86,10 +60,12 @@ class KVPool:
         block_tokens: tokens of a block.
         full_tokens: tokens of all rows together that full attention has room for; default
             `num_rows * context_tokens`, with which no admitted row can run out of blocks.
+        prefix_grain: reuse blocks of equal prefixes in whole multiples of so many tokens; `None`
+            reuses none. A ring has lost what it held, so all layers must be of full attention.
         poison: fill the pools with NaN, so that reading what was not written shows.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - sizes of a pool, once
         self,
         layers: Sequence[AttentionLayer],
         *,
@@ -99,6 +75,7 @@ class KVPool:
         device: torch.device,
         block_tokens: int = BLOCK_TOKENS,
         full_tokens: int | None = None,
+        prefix_grain: int | None = None,
         poison: bool = False,
     ) -> None:
         assert layers and num_rows > 0 and context_tokens > 0 and block_tokens > 0
@@ -119,27 +96,73 @@ class KVPool:
                 keys.fill_(torch.nan)
                 values.fill_(torch.nan)
         self.lengths = [0] * num_rows
-        self._open: set[int] = set()
+        self._open: dict[int, int] = {}  # row -> blocks of full attention that it may come to own
+        self.prefixes: PrefixIndex | None = None
+        if prefix_grain is not None:
+            assert set(self.kinds) == {None}, "rings cannot be shared"
+            self.prefixes = PrefixIndex(
+                self.kinds[None].allocator, block_tokens=block_tokens, grain_tokens=prefix_grain
+            )
 
     @property
     def nbytes(self) -> int:
         """Bytes of all pools; equal to what `kv_pool_bytes` says beforehand."""
         return sum(tensor.nbytes for pair in self.pools.values() for tensor in pair)
 
-    def open(self) -> int:
-        """Takes a free row, of length 0.
+    def has_room(self, num_tokens: int, shared: Sequence[int] = ()) -> bool:
+        """Whether a row of that length may be opened: a row is free, and so many blocks of full
+        attention are neither in use nor promised.
+
+        Args:
+            num_tokens: the longest that the row will be.
+            shared: blocks that it will begin with, as `prefixes.find` gave them.
+        """
+        if len(self._open) == self.num_rows:
+            return False
+        if None not in self.kinds:
+            return True
+        kind = self.kinds[None]
+        promised = sum(max(0, most - kind.num_owned[row]) for row, most in self._open.items())
+        # Kept blocks count as free until a row begins with them.
+        num_free = kind.allocator.num_free - kind.allocator.num_kept(shared) - promised
+        return self._num_blocks(kind, num_tokens) - len(shared) <= num_free
+
+    def open(self, num_tokens: int = 0, shared: Sequence[int] = ()) -> int:
+        """Takes a free row, as long as what it shares.
+
+        Args:
+            num_tokens: promised length: so long it may become, whatever other rows need.
+            shared: blocks of full attention that it begins with.
 
         Raises:
             RequestError: all rows are in use.
         """
-        for row in range(self.num_rows):
-            if row not in self._open:
-                self._open.add(row)
-                return row
-        raise RequestError(
-            f"all {self.num_rows} rows of the KV cache are in use",
-            hint="wait until another answer is finished",
-        )
+        row = next((row for row in range(self.num_rows) if row not in self._open), None)
+        if row is None:
+            raise RequestError(
+                f"all {self.num_rows} rows of the KV cache are in use",
+                hint="wait until another answer is finished",
+            )
+        assert not num_tokens or self.has_room(num_tokens, shared), (num_tokens, len(shared))
+        full = self.kinds.get(None)
+        self._open[row] = 0 if full is None else self._num_blocks(full, num_tokens)
+        if shared:
+            assert full is not None
+            full.allocator.hold(shared)
+            full.table_RN[row, : len(shared)], full.num_owned[row] = shared, len(shared)
+            self.lengths[row] = len(shared) * self.block_tokens
+        return row
+
+    def keep(self, row: int, ids: Sequence[int]) -> None:
+        """Lets later rows that begin with the same ids begin with this row's full blocks.
+
+        Args:
+            ids: of the row's first tokens, not more than it has keys and values of.
+        """
+        assert len(ids) <= self.lengths[row], (len(ids), self.lengths[row])
+        if self.prefixes is not None:
+            kind = self.kinds[None]
+            self.prefixes.keep(ids, kind.table_RN[row, : kind.num_owned[row]].tolist())
 
     def reserve(self, row: int, num_tokens: int) -> None:
         """Makes sure that a row has blocks for its first `num_tokens` tokens, all kinds or none.
@@ -176,17 +199,20 @@ class KVPool:
         self.lengths[row] = length
 
     def close(self, row: int) -> None:
-        """Gives a row and its blocks back. What was written stays until it is overwritten."""
+        """Gives a row and its blocks back. What was written stays until it is overwritten, and what
+        was kept until its room is needed."""
         assert row in self._open, row
         for kind in self.kinds.values():
             kind.allocator.free(kind.table_RN[row, : kind.num_owned[row]].tolist())
             kind.table_RN[row], kind.num_owned[row] = 0, 0
         self.lengths[row] = 0
-        self._open.remove(row)
+        del self._open[row]
 
     def _missing(self, kind: KVKind, row: int, num_tokens: int) -> int:
-        needed = min(-(-num_tokens // self.block_tokens), kind.row_blocks)
-        return max(0, needed - kind.num_owned[row])
+        return max(0, self._num_blocks(kind, num_tokens) - kind.num_owned[row])
+
+    def _num_blocks(self, kind: KVKind, num_tokens: int) -> int:
+        return min(-(-num_tokens // self.block_tokens), kind.row_blocks)
 
 
 def kv_pool_bytes(

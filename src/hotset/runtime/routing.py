@@ -6,6 +6,8 @@ nothing of tokens or text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,6 +77,16 @@ class RoutingLog:
         for layer, ids in parts:
             ids_LN[layer, : len(ids)] = ids
         return ids_LN
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the block another step's layers may log; that is forgotten behind it, and the
+        step that was running goes on where it was."""
+        outer, self._pending = self._pending, []
+        try:
+            yield
+        finally:
+            self._pending = outer
 
     def count(self, matches: Matches) -> None:
         """Counts what a step used and hit, each expert once in a layer."""

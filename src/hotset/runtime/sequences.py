@@ -64,6 +64,7 @@ class LibrarySequence:
                 use_cache=True,
                 logits_to_keep=num_logits,
             ),
+            owner=self,
         )
         self._cache = out.past_key_values
         logits: torch.Tensor = out.logits[0]
@@ -78,6 +79,7 @@ class LibrarySequence:
 
     def close(self) -> None:
         self._cache = None
+        self._steps.end(self)
 
 
 class PoolSequence:
@@ -118,6 +120,7 @@ class PoolSequence:
                 use_cache=True,
                 logits_to_keep=num_logits,
             ),
+            owner=self,
         )
         step.commit()
         logits: torch.Tensor = out.logits[0]
@@ -141,13 +144,14 @@ class PoolSequence:
             self._drain()
 
     def _drain(self) -> None:
-        """Takes in what was queued ahead of the end; of a closed engine nothing more is told."""
+        """Takes in what was queued ahead of the end, which is no part of the sequence any more; of
+        a closed engine nothing more is told."""
         while self._decode.num_in_flight:
             if self._steps.closed:
                 self._decode.finish()
             else:
                 with self._unbroken():
-                    self._finish()
+                    self._finish(is_own=False)
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -160,10 +164,12 @@ class PoolSequence:
                 self._decode.abandon()
                 raise
 
-    def _finish(self) -> tuple[int, bool]:
+    def _finish(self, *, is_own: bool = True) -> tuple[int, bool]:
         result = self._decode.finish()
-        self._steps.account(result.ids_LN, filled=self._decode.fills is not None)
+        filled, owners = self._decode.fills is not None, ((self, 1),) if is_own else ()
+        self._steps.account(result.ids_LN, filled=filled, owners=owners)
         return int(result.tokens_B[0]), bool(result.finite_B[0])
 
     def close(self) -> None:
         self._pool.close(self._row)
+        self._steps.end(self)

@@ -6,9 +6,9 @@ Knows which experts a step routed to; nothing of tokens, caches or why the step 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,24 @@ from hotset.runtime.routing import RoutingLog, Traffic
 
 T = TypeVar("T")
 
+# Whose tokens a step ran, in their order in the step, and how many each.
+Owners = Sequence[tuple[Hashable, int]]
+
+
+class Watcher(Protocol):
+    """Is told what every step routed: a recorder, a drift figure. Must not raise."""
+
+    def step(self, ids_LN: IntArray, owners: Owners) -> None:
+        """One step.
+
+        Args:
+            ids_LN: routed ids of each MoE layer, token by token; padding -1.
+            owners: the sequences that its tokens belong to; empty for tokens of no sequence.
+        """
+
+    def end(self, owner: Hashable) -> None:
+        """A sequence is over; it may never have run."""
+
 
 class Steps:
     """The steps of one engine.
@@ -32,10 +50,14 @@ class Steps:
         store: whose placement a step runs under.
         log: what the layers tell their routed ids.
         fills: `None` when no slot is ever filled by a step.
+
+    Attributes:
+        watchers: told of every step; add and remove them within `exclusive`.
     """
 
     def __init__(self, store: ExpertStore, log: RoutingLog, fills: FillPlanner | None) -> None:
         self._store, self.log, self.fills = store, log, fills
+        self.watchers: list[Watcher] = []
         self._lock = threading.Lock()
         self._closed = False
         shape = (len(store.layers), max(layer.num_experts for layer in store.layers))
@@ -69,11 +91,14 @@ class Steps:
     def closed(self) -> bool:
         return self._closed
 
-    def run(self, num_tokens: int, forward: Callable[[], T]) -> T:
+    def run(self, num_tokens: int, forward: Callable[[], T], *, owner: Hashable = None) -> T:
         """One forward whose layers log what they route, within `exclusive`.
 
         A step of few tokens may fill slots as it reads; a longer one only tells the policy what
         it used.
+
+        Args:
+            owner: the sequence that the tokens belong to.
         """
         fills = self.fills if num_tokens <= MATCH_TOKENS else None
         if fills is not None:
@@ -88,15 +113,17 @@ class Steps:
             raise
         if fills is None and self.fills is not None:
             self.fills.seed(_counts(ids_LN, self._nothing.admit_LE.shape), num_tokens=num_tokens)
-        self.account(ids_LN, filled=fills is not None)
+        owners = () if owner is None else ((owner, num_tokens),)
+        self.account(ids_LN, filled=fills is not None, owners=owners)
         return result
 
-    def account(self, ids_LN: IntArray, *, filled: bool) -> None:
+    def account(self, ids_LN: IntArray, *, filled: bool, owners: Owners = ()) -> None:
         """Takes in what a step routed, in the order in which steps ran.
 
         Args:
             ids_LN: routed ids of each MoE layer, padding -1.
             filled: the step ran under the fill planner's wishes.
+            owners: see `Watcher.step`.
         """
         if filled:
             assert self.fills is not None
@@ -104,6 +131,13 @@ class Steps:
         else:
             matches = self.hits(ids_LN)
         self.log.count(matches)
+        for watcher in self.watchers:
+            watcher.step(ids_LN, owners)
+
+    def end(self, owner: Hashable) -> None:
+        """Tells the watchers that a sequence is over."""
+        for watcher in self.watchers:
+            watcher.end(owner)
 
     def hits(self, ids_LN: IntArray) -> Matches:
         """What a step that fills nothing uses and hits under the placement as it is."""

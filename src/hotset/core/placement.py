@@ -18,6 +18,10 @@ import numpy as np
 from hotset.core.errors import CapacityError
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 
+_UNSIGNED: dict[int, type[np.unsignedinteger]] = {4: np.uint32, 8: np.uint64}
+_NO_POSITION = np.iinfo(np.int64).max
+_POSITIONS = np.arange(128)  # a policy has at most 127 victims
+
 
 @dataclass(frozen=True)
 class Matches:
@@ -68,9 +72,12 @@ class Placement:
         self.pools = pools
         self.num_spare = num_spare
         self.num_experts = np.asarray(pools.num_experts, dtype=np.int64)
+        self._num_experts_L1 = self.num_experts[:, None].astype(np.uint64)
         num_layers, self._width = len(pools.num_experts), pools.max_experts + num_spare
         self.slot_of = np.full((num_layers, self._width), -1, dtype=np.int32)
-        self.resident = np.zeros((num_layers, self._width), dtype=np.bool_)
+        # One cell more than there are experts: padded ids end there, and it is never resident.
+        self._resident = np.zeros(num_layers * self._width + 1, dtype=np.bool_)
+        self.resident = self._resident[:-1].reshape(num_layers, self._width)
         self.pinned = np.zeros((num_layers, self._width), dtype=np.bool_)
         self._owner = np.full(pools.num_slots, -1, dtype=np.int64)
         self._free = [
@@ -189,30 +196,33 @@ class Placement:
             victims_LV, admit_LE: the wishes that were in force in that step.
         """
         ids = np.sort(ids_LN, axis=1)
-        valid = (ids >= 0) & (ids < self.num_experts[:, None])
+        # As unsigned numbers, negative ids are beyond every layer.
+        valid = ids.view(_UNSIGNED[ids.itemsize]) < self._num_experts_L1
         valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
         cell_LN = np.where(valid, ids + self._row, self._routed.size - 1)
-        hit = self.resident.take(cell_LN, mode="clip") & valid
-        missing = valid & ~hit
-        missing &= admit_LE.take(ids + self._row_of(admit_LE), mode="clip") > 0
+        hit = self._resident.take(cell_LN)
+        missing = np.greater(valid, hit)
+        missing &= self._admitted(ids, cell_LN, admit_LE)
+        layer, column = missing.nonzero()
 
-        cell_LV = np.maximum(victims_LV, 0) + self._row
+        cell_LV = victims_LV + self._row  # one before the row for no victim, any cell will do
         self._routed[cell_LN] = True
-        free = (victims_LV >= 0) & self.resident.take(cell_LV) & ~self._routed.take(cell_LV)
-        free &= ~self.pinned.take(cell_LV)
+        free = self._resident.take(cell_LV)
+        np.greater(free, self._routed.take(cell_LV), out=free)
+        np.greater(free, self.pinned.take(cell_LV), out=free)
+        free &= victims_LV >= 0
         self._routed[cell_LN] = False
 
         # Positions of the free victims in order, then numbers that no `admit` is above.
         num_victims = victims_LV.shape[1]
-        positions = np.where(free, np.arange(num_victims), num_victims)
+        positions = np.full((self.num_layers, num_victims + 1), _NO_POSITION)
+        np.copyto(positions[:, :-1], _POSITIONS[:num_victims], where=free)
         positions.sort(axis=1)
 
-        layer, column = np.nonzero(missing)
-        rank = (np.cumsum(missing, axis=1) - 1)[layer, column]
-        position = positions[layer, np.minimum(rank, num_victims - 1)]
+        rank = missing.cumsum(axis=1)[layer, column] - 1
+        position = positions[layer, np.minimum(rank, num_victims)]
         expert = ids[layer, column]
-        outranks = (rank < num_victims) & (admit_LE[layer, expert] > position)
-        outranks &= position < num_victims
+        outranks = admit_LE[layer, expert] > position
         layer, expert, position = layer[outranks], expert[outranks], position[outranks]
         victim = victims_LV[layer, position].astype(np.int64)
         return Matches(
@@ -250,10 +260,13 @@ class Placement:
                 range(pool.first_slot, pool.first_slot + pool.num_slots)
             )
 
-    def _row_of(self, table_LE: IntArray) -> IntArray:
-        """Flat index of each row's start in a table that may be narrower than `slot_of`."""
-        starts: IntArray = self._row // self._width * table_LE.shape[1]
-        return starts
+    def _admitted(self, ids_LN: IntArray, cell_LN: IntArray, admit_LE: IntArray) -> BoolArray:
+        """Whether each routed expert outranks anyone; what is no expert's says anything."""
+        width = admit_LE.shape[1]
+        if width != self._width:  # without the spare columns
+            cell_LN = ids_LN + self._row // self._width * width
+        admitted: BoolArray = admit_LE.take(cell_LN, mode="clip") > 0
+        return admitted
 
     def _set(self, layer: int, expert: int, slot: int) -> None:
         self.slot_of[layer, expert] = slot

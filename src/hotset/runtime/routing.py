@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,12 +26,14 @@ class Traffic:
         used: experts used, each once per layer and step.
         hits: those that had a slot.
         link_bytes: bytes of the others; each crosses the link once per step.
+        fills: slots that a step filled as it read.
     """
 
     steps: int = 0
     used: int = 0
     hits: int = 0
     link_bytes: int = 0
+    fills: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -45,10 +47,11 @@ class Traffic:
             self.used - earlier.used,
             self.hits - earlier.hits,
             self.link_bytes - earlier.link_bytes,
+            self.fills - earlier.fills,
         )
 
     def copy(self) -> Traffic:
-        return Traffic(self.steps, self.used, self.hits, self.link_bytes)
+        return replace(self)
 
 
 class RoutingLog:
@@ -96,6 +99,13 @@ class RoutingLog:
         self.total.used += int(used_L.sum())
         self.total.hits += int(hits_L.sum())
         self.total.link_bytes += int((used_L - hits_L) @ self._record_bytes_L)
+        self.total.fills += len(matches)
+
+    def count_layer(self, layer: int, *, used: int, hits: int) -> None:
+        """Counts one layer of a step whose layers may run under different placements."""
+        self.total.used += used
+        self.total.hits += hits
+        self.total.link_bytes += (used - hits) * int(self._record_bytes_L[layer])
 
     def drop(self) -> None:
         """Forgets an unfinished step."""

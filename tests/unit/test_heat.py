@@ -33,4 +33,4 @@ def test_a_slot_that_is_filled_in_a_step_counts_from_the_next_one() -> None:
     heat.step(np.array([[1, 2], [0, 0]]), ())
     heat.step(np.array([[1, 2], [0, 0]]), ())
     assert heat.missed_LE.tolist() == [[0, 0, 1, 0], [4, 0, 0, 0]]
-    assert heat.resident_LE().tolist() == [[False, True, True, False], [False] * 4]
+    assert heat.residents().tolist() == [[False, True, True, False], [False] * 4]

@@ -1,4 +1,4 @@
-"""Uses of each expert since the start, and how many of them found no slot: the picture of a hot set.
+"""Uses of each expert since the start, and how many of them found no slot: a hot set as a picture.
 
 A watcher of steps. Knows routed ids and who owns the slots; nothing of tokens or bytes.
 """
@@ -31,9 +31,9 @@ class Heat:
         shape = (placement.num_layers, self._num_experts)
         self.use_LE = np.zeros(shape, dtype=np.int64)
         self.missed_LE = np.zeros(shape, dtype=np.int64)
-        self._resident_LE = self.resident_LE()
+        self._resident_LE = self.residents()
 
-    def resident_LE(self) -> BoolArray:
+    def residents(self) -> BoolArray:
         """[L, E] bool, who has a slot now; a copy."""
         return self._placement.resident[:, : self._num_experts].copy()
 
@@ -46,7 +46,7 @@ class Heat:
         counts_LE = counts.reshape(self.use_LE.shape)
         self.use_LE += counts_LE
         self.missed_LE += np.where(self._resident_LE, 0, counts_LE)
-        self._resident_LE = self.resident_LE()
+        self._resident_LE = self.residents()
 
     def end(self, owner: Hashable) -> None:
         """See `Watcher`."""

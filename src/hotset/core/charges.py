@@ -36,8 +36,14 @@ HOST_HEADROOM_BYTES = 512 * MIB
 LOADER_BYTES = 2 * GIB
 
 # Sampling holds one row of logits a few times: as computed (4), in float32 (4), sorted (4) with
-# indices (8), probabilities (4), their running sum (4).
-SAMPLING_BYTES_PER_LOGIT = 28
+# indices (8), probabilities (4), their running sum (4). What a row of the sampler keeps: bias (4),
+# how often the answer has a token (4), whether the prompt has it (1), the mask (1 bit), adjusted
+# logits (4), the best of each chunk (1).
+SAMPLING_BYTES_PER_LOGIT = 28 + 15
+
+# What each row beyond the first adds to the KV cache where nobody said how much: a conversation of
+# a few pages. Longer ones take what the others leave.
+ROW_TOKENS = 4096
 
 # Grouping tokens by expert takes, per token and routed expert: id (8) and weight (4) as routed,
 # sort key, sorted keys and order (8 each, the order once more in 4), a mask (1), and the tables
@@ -149,9 +155,14 @@ class Charges:
         *,
         device: str,
         kernels: str,
+        num_rows: int = 1,
+        kv_tokens: int | None = None,
         workspaces: Sequence[Workspace] = (),
     ) -> None:
         self.geometry = geometry
+        # In the library's own cache there is one sequence at a time.
+        self.num_rows = num_rows if geometry.attention else 1
+        self._kv_tokens = kv_tokens if geometry.attention else None
         self.on_cuda = device == "cuda"
         self.split = SlotSplit(geometry.layers)
         self.largest_record = max(layer.expert.record_bytes for layer in geometry.layers)
@@ -223,20 +234,38 @@ class Charges:
         record = max(_num_elements(layer) * 4 for layer in self.geometry.layers)
         return min(LOADER_BYTES, self.geometry.resident_bytes + 4 * record)
 
+    def kv_tokens(self, context_tokens: int) -> int:
+        """Tokens that all rows together have room for: as asked, but at least one of the longest;
+        or one of those and a part for each further row."""
+        if self._kv_tokens is not None:
+            return max(self._kv_tokens, context_tokens)
+        return context_tokens + (self.num_rows - 1) * min(context_tokens, ROW_TOKENS)
+
     def cache_bytes(self, context_tokens: int) -> int:
-        """KV cache of one sequence of that length."""
+        """KV cache of all rows, one of which may have that length."""
         geometry = self.geometry
-        return geometry.kv_bytes_per_token * context_tokens + geometry.kv_fixed_bytes
+        growing = geometry.kv_bytes_per_token * self.kv_tokens(context_tokens)
+        return growing + geometry.kv_fixed_bytes * self.num_rows
+
+    @property
+    def cache_fixed_bytes(self) -> int:
+        """The part of `cache_bytes` that a context beyond `ROW_TOKENS` does not change."""
+        longest = self._kv_tokens or ROW_TOKENS
+        per_token = 0 if self._kv_tokens else self.geometry.kv_bytes_per_token
+        return self.cache_bytes(longest) - per_token * longest
 
     def bytes_per_context_token(self, prefill_chunk: int) -> int:
-        """Cache and workspaces that one more token of context takes."""
-        return self.geometry.kv_bytes_per_token + sum(
+        """Cache and workspaces that one more token of context takes, beyond `ROW_TOKENS`."""
+        cache = 0 if self._kv_tokens else self.geometry.kv_bytes_per_token
+        return cache + sum(
             workspace.bytes_per_context_token + workspace.bytes_per_pair * prefill_chunk
             for workspace in self.workspaces
         )
 
     def _cache(self, context_tokens: int) -> Iterator[Line]:
-        yield Line("KV cache", self.cache_bytes(context_tokens), f"{context_tokens} tokens")
+        rows = f" of {self.num_rows} rows" if self.num_rows > 1 else ""
+        note = f"{self.kv_tokens(context_tokens)} tokens{rows}"
+        yield Line("KV cache", self.cache_bytes(context_tokens), note)
         # The library's cache grows by concatenation, layer by layer, keys and values in turn: while
         # one is copied, the old one is still there. Over a pool the same happens to what a later
         # chunk of a prompt sees of earlier ones. An average layer's both are charged; where only

@@ -19,9 +19,13 @@ from hotset.core.units import MAX_BYTES, parse_bytes
 DEVICES = ("cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
 KERNELS = ("triton", "reference")
+STAGING = ("in-place", "ring")
 
 # More than any model's context, and every product with bytes per token fits 64 bits.
 MAX_TOKENS = 2**31 - 1
+
+# Beyond it a step could not fill slots any more, and would bring every expert anyway.
+MAX_BATCH = 64
 
 # What users call a field whose name here carries its unit.
 OPTION_NAMES = {"vram_bytes": "vram", "ram_bytes": "ram", "context_tokens": "context"}
@@ -58,9 +62,22 @@ class EngineConfig:
         ram_bytes: host memory that may be taken; auto: what is available.
         context_tokens: longest prompt + answer; auto: the model's, capped by what fits.
         prefill_chunk: most prompt tokens in one forward; auto: by the planner.
+        max_batch: most requests that are answered at the same time; where a model cannot run over
+            the KV pool they are answered one by one all the same.
+        kv_tokens: tokens of KV cache for all of them together; auto: the longest context for one,
+            and for each further one a part of it.
+        batch_invariant: no bit of an answer depends on what is answered beside it. Each row then
+            runs its own steps, and an expert that several rows miss crosses the link for each.
+        prefix_reuse: keep keys and values of prompts and answers while there is room, for requests
+            that begin alike. Low bits may depend on what was reused, unless `batch_invariant`.
+        prefill_share: share of the time that a prompt gets while others are being answered,
+            above 0 to 1.
         kernels: force `triton` or `reference`; auto: `triton` on CUDA.
         policy: who should own a slot, a name of `core.policy.POLICIES`; auto: `half-life`, or
             `none` where no slot can change hands (there are none, or one for every expert).
+        staging: how long prompts read experts without a slot: `ring` copies them through staging
+            buffers, `in-place` lets kernels read them; auto: whichever costs less, and on a CPU
+            in place. It changes no bit.
         half_life: engine steps after which a past use counts half; auto: the policy's default.
         graphs: capture the decode step into one CUDA graph; on a CPU there is none.
         compiled: fuse what surrounds experts and attention in a decode step of Triton kernels.
@@ -79,9 +96,15 @@ class EngineConfig:
     ram_bytes: int | None = None
     context_tokens: int | None = None
     prefill_chunk: int | None = None
+    max_batch: int = 1
+    kv_tokens: int | None = None
+    batch_invariant: bool = False
+    prefix_reuse: bool = False
+    prefill_share: float = 0.5
     kernels: str | None = None
     policy: str | None = None
     half_life: float | None = None
+    staging: str | None = None
     graphs: bool = True
     compiled: bool = True
     poison: bool = False
@@ -93,14 +116,30 @@ class EngineConfig:
         _check_choice("device", self.device, DEVICES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
+        _check_choice("staging", self.staging, STAGING)
         _check_range("vram", self.vram_bytes, 0, MAX_BYTES)
         _check_range("ram", self.ram_bytes, 1, MAX_BYTES)
         _check_range("context", self.context_tokens, 2, MAX_TOKENS)
         _check_range("prefill_chunk", self.prefill_chunk, 1, MAX_TOKENS)
+        _check_range("max_batch", self.max_batch, 1, MAX_BATCH)
+        _check_range("kv_tokens", self.kv_tokens, self.context_tokens or 2, MAX_TOKENS)
+        if not 0.0 < self.prefill_share <= 1.0:
+            raise ConfigError(
+                f"`prefill_share` is {self.prefill_share}, it must be above 0 and at most 1",
+                option="prefill_share",
+            )
         if self.half_life is not None and (isnan(self.half_life) or self.half_life <= 0):
             raise ConfigError(
                 f"`half_life` is {self.half_life}, it must be above 0", option="half_life"
             )
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Rows of each decode step that an engine keeps: 1, 2, 4, ... up to the first that serves
+        `max_batch` rows at once; or, with `batch_invariant`, `max_batch` times 1."""
+        if self.batch_invariant:
+            return (1,) * self.max_batch
+        return tuple(2**power for power in range((self.max_batch - 1).bit_length() + 1))
 
     def _check_types(self) -> None:
         for name, declared in get_type_hints(type(self)).items():

@@ -140,6 +140,7 @@ class MemoryPlan:
         pools: the same slots by record size.
         staging_records: records that the prefill ring holds.
         context_tokens: longest prompt and answer together that is admitted.
+        kv_tokens: tokens that the KV cache has room for, of all requests together.
         prefill_chunk: most tokens in one forward.
         choices: requested against effective, for each number a user can set or would ask about.
         warnings: what works but will hurt, each with its remedy.
@@ -154,6 +155,7 @@ class MemoryPlan:
     pools: tuple[PlannedPool, ...]
     staging_records: int
     context_tokens: int
+    kv_tokens: int
     prefill_chunk: int
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
@@ -192,6 +194,7 @@ class MemoryPlan:
             "pools": [asdict(pool) for pool in self.pools],
             "staging_records": self.staging_records,
             "context_tokens": self.context_tokens,
+            "kv_tokens": self.kv_tokens,
             "prefill_chunk": self.prefill_chunk,
             "choices": [asdict(choice) for choice in self.choices],
             "warnings": list(self.warnings),

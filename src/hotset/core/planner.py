@@ -47,7 +47,14 @@ def make_plan(
         A plan; `require_fit` raises where it cannot be carried out.
     """
     kernels = request.kernels or ("triton" if machine.device == "cuda" else "reference")
-    charges = Charges(geometry, device=machine.device, kernels=kernels, workspaces=workspaces)
+    charges = Charges(
+        geometry,
+        device=machine.device,
+        kernels=kernels,
+        num_rows=request.max_batch,
+        kv_tokens=request.kv_tokens,
+        workspaces=workspaces,
+    )
     budgets = Budgets.of(machine, request)
     by_rules = sizes = choose_sizes(charges, request, budgets)
     if speed is not None:
@@ -62,6 +69,7 @@ def make_plan(
         pools=charges.split.pools(sizes.num_slots),
         staging_records=sizes.staging_records,
         context_tokens=sizes.context_tokens,
+        kv_tokens=charges.kv_tokens(sizes.context_tokens),
         prefill_chunk=sizes.prefill_chunk,
         choices=tuple(
             reasons(choice, expected, by_rules=sizes == by_rules) if expected else choice
@@ -123,6 +131,15 @@ def _choices(
         sizes.context_tokens,
         _context_reason(charges, sizes, request),
     )
+    if charges.num_rows > 1:
+        yield Choice(
+            "KV tokens",
+            "tokens",
+            request.kv_tokens,
+            charges.kv_tokens(sizes.context_tokens),
+            f"of {charges.num_rows} rows together"
+            + (", as set" if request.kv_tokens is not None else ""),
+        )
     yield Choice(
         "prefill chunk",
         "tokens",
@@ -132,9 +149,8 @@ def _choices(
     )
     slots = _slots_reason(charges, sizes, budgets)
     yield Choice("slots", "slots", None, sizes.num_slots, slots)
-    yield Choice(
-        "staging records", "records", None, sizes.staging_records, _ring_reason(charges, sizes)
-    )
+    ring = _ring_reason(charges, sizes, request)
+    yield Choice("staging records", "records", None, sizes.staging_records, ring)
 
 
 def _vram_reason(request: PlanRequest, machine: Machine) -> str:
@@ -176,8 +192,10 @@ def _slots_reason(charges: Charges, sizes: Sizes, budgets: Budgets) -> str:
     return f"what is left for {charges.split.most} experts ({where})"
 
 
-def _ring_reason(charges: Charges, sizes: Sizes) -> str:
-    if not charges.on_cuda:
+def _ring_reason(charges: Charges, sizes: Sizes, request: PlanRequest) -> str:
+    if request.staging == "in-place":
+        return "as set: experts are read where they are"
+    if not charges.on_cuda and request.staging is None:
         return "a CPU reads experts where they are"
     if sizes.num_slots == charges.split.most:
         return "no expert is missing"

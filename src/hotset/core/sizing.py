@@ -49,7 +49,10 @@ class PlanRequest:
     ram_bytes: int | None = None
     context_tokens: int | None = None
     prefill_chunk: int | None = None
+    max_batch: int = 1
+    kv_tokens: int | None = None
     kernels: str | None = None
+    staging: str | None = None
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> PlanRequest:
@@ -58,7 +61,10 @@ class PlanRequest:
             ram_bytes=config.ram_bytes,
             context_tokens=config.context_tokens,
             prefill_chunk=config.prefill_chunk,
+            max_batch=config.max_batch,
+            kv_tokens=config.kv_tokens,
             kernels=config.kernels,
+            staging=config.staging,
         )
 
 
@@ -140,7 +146,8 @@ class _Shares:
     def __init__(self, charges: Charges, request: PlanRequest) -> None:
         self.charges = charges
         self.request = request
-        self.longest = charges.geometry.max_context or CONTEXT_UNSTATED_TOKENS
+        longest = charges.geometry.max_context or CONTEXT_UNSTATED_TOKENS
+        self.longest = min(longest, request.kv_tokens or longest)
         self.group_top = min(
             RING_GROUP_RECORDS, max(layer.num_experts for layer in charges.geometry.layers)
         )
@@ -171,15 +178,15 @@ class _Shares:
         return sizes
 
     def _staging(self, num_slots: int) -> int:
-        if not self.charges.on_cuda or num_slots == self.charges.split.most:
+        wanted = self.request.staging or ("ring" if self.charges.on_cuda else "in-place")
+        if wanted == "in-place" or num_slots == self.charges.split.most:
             return 0
         return RING_BUFFERS * min(self.group_top, 1 + num_slots // SLOTS_PER_GROUP_RECORD)
 
     def _context(self, share: int) -> int:
-        geometry = self.charges.geometry
         chunk = self.request.prefill_chunk or CHUNK_FLOOR_TOKENS
         floor = min(self.longest, max(CONTEXT_FLOOR_TOKENS, chunk))
-        left = share // CONTEXT_PART - geometry.kv_fixed_bytes
+        left = share // CONTEXT_PART - self.charges.cache_fixed_bytes
         per_token = self.charges.bytes_per_context_token(chunk)
         if per_token == 0:
             return self.longest

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hotset.cli.speed_table import add_row, assumptions, speed_table
 from hotset.core.plan import Choice, MemoryPlan, Side
 from hotset.core.units import format_bytes
 
@@ -17,8 +18,10 @@ def plan_table(plan: MemoryPlan, *, title: str) -> RenderableType:
         side_table("\ndevice memory", plan.device),
         side_table("\nhost memory", plan.host),
         choice_table(plan.choices),
-        Text(),
     ]
+    if plan.speed is not None:
+        parts += [speed_table(plan.speed), *assumptions(plan.speed)]
+    parts.append(Text())
     parts += [Text(f"warning: {warning}") for warning in plan.warnings]
     parts.append(Text("fits" if plan.fits else "does not fit", style="bold"))
     return Group(*parts)
@@ -32,15 +35,15 @@ def side_table(name: str, side: Side) -> Table:
     table.add_column("why")
     for line in side.lines:
         if line.charged:
-            _add(table, line.name, format_bytes(line.num_bytes), line.note)
+            add_row(table, line.name, format_bytes(line.num_bytes), line.note)
     table.add_section()
-    _add(table, "total", format_bytes(side.total_bytes), "")
+    add_row(table, "total", format_bytes(side.total_bytes), "")
     budget = "none" if side.budget_bytes is None else format_bytes(side.budget_bytes)
-    _add(table, "budget", budget, side.budget_note)
+    add_row(table, "budget", budget, side.budget_note)
     table.add_section()
     for line in side.lines:
         if not line.charged:
-            _add(table, line.name, format_bytes(line.num_bytes), line.note)
+            add_row(table, line.name, format_bytes(line.num_bytes), line.note)
     return table
 
 
@@ -54,13 +57,8 @@ def choice_table(choices: tuple[Choice, ...]) -> Table:
     for choice in choices:
         requested = "auto" if choice.requested is None else _amount(choice.requested, choice.unit)
         effective = _amount(choice.effective, choice.unit)
-        _add(table, choice.name, requested, effective, choice.reason)
+        add_row(table, choice.name, requested, effective, choice.reason)
     return table
-
-
-def _add(table: Table, *cells: str) -> None:
-    # As text: in a plain string `[...]` would be markup.
-    table.add_row(*(Text(cell) for cell in cells))
 
 
 def _amount(value: int, unit: str) -> str:

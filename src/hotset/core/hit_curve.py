@@ -144,8 +144,8 @@ def assumed_curve(num_rows: int = 1) -> HitCurve:
     return HitCurve(
         shares=SHARES,
         hit_rates=tuple(mixed),
-        source=f"assumed as the mean of gpt-oss-20b, a 54M and a 6M model; at a quarter of the "
-        f"slots these have {low:.2f} to {high:.2f}, and this model may lie outside",
+        source=f"the mean of gpt-oss-20b, a 54M and a 6M model; at a quarter of the slots these "
+        f"have {low:.2f} to {high:.2f}, and this model may lie outside",
         assumed=True,
         num_rows=num_rows,
         half_life=DEFAULT_HALF_LIFE,

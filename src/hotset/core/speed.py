@@ -52,7 +52,8 @@ class Speed:
 
     Attributes:
         workload: what it is predicted for.
-        hit_rate: share of the experts of a decode step that have a slot.
+        slot_share: share of all experts' bytes that have a slot.
+        hit_rate: share of the experts of a decode step that have one.
         step: a decode step in the middle of the answer.
         prompt: until the prompt of one request is through.
         num_rows: sequences in it.
@@ -66,6 +67,7 @@ class Speed:
     """
 
     workload: Workload
+    slot_share: float
     hit_rate: float
     step: StepCost
     prompt: PromptCost
@@ -166,6 +168,7 @@ class SpeedModel:
         held = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
         return Speed(
             workload=work,
+            slot_share=held,
             hit_rate=sum(h * u for h, u in zip(hit_rates, used, strict=True)) / sum(used),
             step=step,
             prompt=prompt,
@@ -179,11 +182,11 @@ class SpeedModel:
         )
 
     def _own_assumptions(self) -> list[str]:
-        found = [f"hit rate: {self.curve.source}"] if self.curve.assumed else []
+        found = [f"the hit rate is {self.curve.source}"] if self.curve.assumed else []
         if self.rates.gemm_tflops is None:
-            found.append("prompts: the products are hidden behind the bytes, no rate is known")
+            found.append("the products of a prompt are hidden behind its bytes: no rate is known")
         if not self.geometry.attention:
-            found.append("prompts: attention costs nothing, its layers are not listed")
+            found.append("the attention of a prompt costs nothing: its layers are not listed")
         if self.rates.layer_us == 0:
             found.append("layers take no time beyond their bytes: no figure is known")
         return found

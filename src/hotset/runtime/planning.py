@@ -8,9 +8,13 @@ from hotset.core.charges import Workspace
 from hotset.core.config import EngineConfig
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import Machine
+from hotset.core.hit_curve import HitCurve, assumed_curve
+from hotset.core.machine import MachineDescription, shipped_machines
 from hotset.core.plan import MemoryPlan
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.record import DTYPE_BYTES
+from hotset.core.speed import SpeedModel
+from hotset.core.sweep import sweep_contexts
 from hotset.core.units import MIB
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
@@ -22,12 +26,67 @@ LOGITS_BYTES = 64 * MIB
 GRAPH_BYTES = 64 * MIB
 
 
-def plan_engine(geometry: ModelGeometry, config: EngineConfig) -> tuple[Machine, MemoryPlan]:
-    """The machine as it is now, and the plan for a model on it; whether it fits is in the plan."""
-    machine = probe_machine(config.device)
+def plan_engine(
+    geometry: ModelGeometry,
+    config: EngineConfig,
+    *,
+    description: MachineDescription | None = None,
+    curve: HitCurve | None = None,
+) -> tuple[Machine, MemoryPlan]:
+    """The machine, and the plan for a model on it; whether it fits is in the plan.
+
+    Args:
+        description: of another machine; default this one as it is now.
+        curve: hits over slots, for the predicted speed; default one assumed from other models.
+    """
+    machine, spaces, speed = _parts(geometry, config, description, curve)
     request = PlanRequest.from_config(config)
+    return machine, make_plan(geometry, machine, request, workspaces=spaces, speed=speed)
+
+
+def sweep_engine(
+    geometry: ModelGeometry,
+    config: EngineConfig,
+    *,
+    description: MachineDescription | None = None,
+    curve: HitCurve | None = None,
+) -> list[MemoryPlan]:
+    """`plan_engine` at many lengths of context."""
+    machine, spaces, speed = _parts(geometry, config, description, curve)
+    request = PlanRequest.from_config(config)
+    return sweep_contexts(geometry, machine, request, workspaces=spaces, speed=speed)
+
+
+def speed_model(
+    geometry: ModelGeometry, description: MachineDescription, curve: HitCurve | None = None
+) -> SpeedModel:
+    """What predicts a model's speed on a machine.
+
+    Raises:
+        ConfigError: the description lacks a rate.
+    """
+    return SpeedModel.of_machine(geometry, description, curve or assumed_curve())
+
+
+def _parts(
+    geometry: ModelGeometry,
+    config: EngineConfig,
+    description: MachineDescription | None,
+    curve: HitCurve | None,
+) -> tuple[Machine, list[Workspace], SpeedModel | None]:
+    machine = probe_machine(config.device) if description is None else description.machine
+    known = description or described(machine)
+    speed = None if known is None else speed_model(geometry, known, curve)
     spaces = [*_workspaces(geometry, config, on_cuda=machine.device == "cuda")]
-    return machine, make_plan(geometry, machine, request, workspaces=spaces)
+    return machine, spaces, speed
+
+
+def described(machine: Machine) -> MachineDescription | None:
+    """Rates of a machine like this one that come with the package; `None` without any."""
+    if machine.device != "cuda":
+        return None
+    shipped = map(MachineDescription.load, shipped_machines())
+    return next((d for d in shipped if d.machine.device_name == machine.device_name), None)
 
 
 def logits_chunk(geometry: ModelGeometry) -> int:

@@ -6,7 +6,8 @@ Knows token ids and strings; nothing about logits or devices.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PretrainedConfig
 
 from hotset.core.errors import RequestError
 from hotset.core.request import SamplingParams
+from hotset.runtime.spelling import spelling
 from hotset.runtime.text_files import (
     load_generation_config,
     load_tokenizer,
@@ -84,6 +86,17 @@ class Text:
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the chat template refuses the messages: {error}") from error
         return list(ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """Source of the checkpoint's template; of all, where it has several by name."""
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int], bytes]:
+        """Spells one id: the bytes that it stands for, special tokens by their names."""
+        return spelling(self._tokenizer)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, special tokens left out."""

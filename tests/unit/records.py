@@ -17,10 +17,13 @@ from torch import nn
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
 from hotset.core.placement import Placement
 from hotset.core.slot_pools import SlotPools
+from hotset.core.staging import StagingRule
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import ReferenceKernels
+from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.tee import Tee
 
 CPU = torch.device("cpu")
 
@@ -62,6 +65,7 @@ def make_store(
     num_slots: int | Mapping[int, int] = 0,
     *,
     staging_records: int = 0,
+    num_buffers: int = 2,
     poison: bool = True,
 ) -> ExpertStore:
     """A store on the CPU, its arena filled."""
@@ -70,6 +74,7 @@ def make_store(
         pools_of(moe, num_slots),
         device=CPU,
         staging_records=staging_records,
+        num_buffers=num_buffers,
         poison=poison,
     )
     fill(store)
@@ -106,19 +111,24 @@ def runner(
     store: ExpertStore,
     *,
     use_ring: bool = False,
+    layer: int = 0,
+    stream: ExpertStream | None = None,
     log: RoutingLog | None = None,
     post_norm: nn.Module | None = None,
+    tee: Tee | None = None,
 ) -> MoERunner:
-    """Runs the first layer's experts: missing records staged through the ring, or in place."""
+    """Runs a layer's experts: missing records staged through the ring, or in place."""
     module: Any = SimpleNamespace(has_post_expert_norm=post_norm is not None)
     module.post_expert_norm = post_norm
     return MoERunner(
-        0,
+        layer,
         module,
         store=store,
         kernels=ReferenceKernels(),
         log=log or RoutingLog(store.layers),
-        use_ring=use_ring,
+        stream=stream or ExpertStream(store),
+        staging=StagingRule("ring" if use_ring else "in-place"),
+        tee=tee,
     )
 
 

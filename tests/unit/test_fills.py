@@ -134,7 +134,10 @@ class Scripted(Policy):
 
     def observe(self, ids_LN: IntArray) -> None: ...
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None: ...
+    def read(self, layer: int, ids_TK: IntArray) -> None: ...
+
+    def scores(self, layer: int) -> np.ndarray:
+        return np.zeros(COUNTS[layer])
 
     def wishes(self, placement: Placement, *, out: Wishes | None = None) -> Wishes:
         wishes = self._buffers(out)
@@ -293,7 +296,7 @@ def test_only_steps_of_decode_size_match() -> None:
     engine.run(many_ids(MATCH_TOKENS))
     assert engine.kernels.calls == {"match": 2, "retarget": 2}
     engine.run(many_ids(MATCH_TOKENS + 1))
-    assert engine.kernels.calls == {"match": 2, "retarget": 2, "combine": 2}
+    assert engine.kernels.calls == {"match": 2, "retarget": 2}, "summed range by range"
 
 
 def test_without_a_planner_nothing_is_launched_for_it() -> None:
@@ -316,13 +319,14 @@ def test_counts_equal_those_of_an_unmatched_step() -> None:
     assert plain.link_bytes > 0
 
 
-def test_a_prompt_changes_wishes_but_no_owner() -> None:
-    engine = Engine(HalfLife(COUNTS))
+def test_a_prompt_that_was_read_changes_wishes() -> None:
+    policy = HalfLife(COUNTS)
+    engine = Engine(policy)
     assert engine.planner is not None
     before = engine.store.placement.slot_of.copy()
-    counts_LE = np.zeros((2, 8), dtype=np.int64)
-    counts_LE[:, 4:6] = 30
-    engine.planner.seed(counts_LE, num_tokens=40)
+    for layer in range(2):
+        policy.read(layer, np.array([[4, 5]] * 30))
+    engine.planner.renew()
     assert np.array_equal(engine.store.placement.slot_of, before)
     engine.planner.begin_step()
     assert engine.planner.layers[0].admit_E.tolist()[4:6] == [3, 3]

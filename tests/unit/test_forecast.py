@@ -110,14 +110,15 @@ def test_many_and_repeated_ids_of_a_step():
 def test_a_prompt_counts_like_its_tokens():
     ids = skewed_ids(num_tokens=200, num_layers=1, num_experts=8, top_k=2, seed=0)
     fitted = Forecast.fit(make_trace([ids], num_experts=8))
-    stepped, seeded = (ForecastPolicy([8], forecast=fitted) for _ in range(2))
-    for policy in (stepped, seeded):
+    stepped, read = (ForecastPolicy([8], forecast=fitted) for _ in range(2))
+    for policy in (stepped, read):
         policy.observe(np.array([[5, 6]]))
-    for _ in range(100):
-        stepped.observe(np.array([[1, 4]]))
-    seeded.seed(np.array([[0, 100, 0, 0, 100, 0, 0, 0]]), num_tokens=100)
+    prompt_TK = np.random.default_rng(0).integers(-1, 9, (100, 2))
+    for ids_K in prompt_TK:
+        stepped.observe(ids_K[None])
+    read.read(0, prompt_TK)
     # 100 float32 additions.
-    got, want = seeded._standing()[0], stepped._standing()[0]
+    got, want = read._standing()[0], stepped._standing()[0]
     np.testing.assert_allclose(got, want, rtol=100 * np.finfo(np.float32).eps)
 
 

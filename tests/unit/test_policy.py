@@ -111,16 +111,34 @@ def test_an_expert_counts_once_per_step_and_padding_not_at_all():
     assert np.array_equal(once._score, often._score)
 
 
-def test_a_prompt_counts_like_its_tokens():
-    """Experts of every token: a geometric series. 200 additions round to at most 200 eps."""
-    ids, counts = np.array([[0, 2]]), np.array([[200, 0, 200, 0]])
-    for half_life in (8.0, np.inf):
-        stepped, seeded = HalfLife([4], half_life=half_life), HalfLife([4], half_life=half_life)
-        for _ in range(200):
-            stepped.observe(ids)
-        seeded.seed(counts, num_tokens=200)
-        got = seeded._score / seeded._worth, stepped._score / stepped._worth
-        np.testing.assert_allclose(*got, rtol=200 * np.finfo(float).eps)
+@pytest.mark.parametrize("half_life", [8.0, np.inf])
+def test_a_prompt_counts_like_its_tokens(half_life):
+    """Token by token and at once: 200 additions round to at most 200 eps. Uses of which less than
+    2^-40 is left are missing; of those there are less than 1 / (1 - d) = 12."""
+    ids_LTK = np.random.default_rng(0).integers(-1, 5, (2, 400, 3))  # repeats and padding
+    stepped, read = (HalfLife([4, 5], half_life=half_life) for _ in range(2))
+    for policy in (stepped, read):
+        policy.observe(np.array([[3], [1]]))
+    for token in range(400):
+        stepped.observe(ids_LTK[:, token])
+    for layer, ids_TK in enumerate(ids_LTK):
+        read.read(layer, ids_TK)
+    got, want = read._score / read._worth, stepped._score / stepped._worth
+    np.testing.assert_allclose(got, want, rtol=400 * np.finfo(float).eps, atol=12 * 2.0**-40)
+    backwards = HalfLife([4, 5], half_life=half_life)
+    for layer, ids_TK in enumerate(ids_LTK):
+        backwards.read(layer, ids_TK[::-1])
+    if half_life < np.inf:  # the control: the end of a prompt counts most
+        assert not np.allclose(backwards._score, read._score, rtol=0.01)
+
+
+def test_the_last_used_of_a_prompt_is_the_last_used():
+    policy = Lru([6])
+    policy.observe(np.array([[0, 1]]))
+    policy.read(0, np.array([[2, 3], [4, -1], [2, 9]]))
+    assert np.argsort(-policy.scores(0), kind="stable").tolist() == [2, 4, 3, 0, 1, 5]
+    policy.observe(np.array([[1]]))
+    assert policy.scores(0).argmax() == 1
 
 
 def test_hit_rate_recovers_after_a_prompt_of_other_text():
@@ -134,8 +152,7 @@ def test_hit_rate_recovers_after_a_prompt_of_other_text():
     pools = SlotPools.uniform([32], [8])
     placement = Placement.from_residents(pools, policy.initial(pools))
     before = replay([draw(share, 100)], policy, placement)[0, 0] / 400
-    counts = np.bincount(draw(share[::-1], 2000).ravel(), minlength=32)[None]
-    policy.seed(counts, num_tokens=2000)
+    policy.read(0, draw(share[::-1], 2000)[:, 0])
     replay([draw(share, 20)], policy, placement)
     after = replay([draw(share, 80)], policy, placement)[0, 0] / 320
     assert after >= 0.8 * before
@@ -264,7 +281,7 @@ def test_fixed_policies_wish_for_nothing():
         policy = make_policy(name, num_experts=[4], prior_LE=prior)
         placement = Placement.from_residents(pools, policy.initial(pools))
         policy.observe(np.array([[3]]))
-        policy.seed(np.array([[0, 0, 0, 9]]), num_tokens=9)
+        policy.read(0, np.array([[3]] * 9))
         out = Wishes(np.full((1, 8), 7, np.int32), np.full((1, 4), 7, np.int32))
         assert (policy.wishes(placement, out=out).victims_LV == -1).all()
         assert not out.admit_LE.any()

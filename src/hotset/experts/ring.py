@@ -1,13 +1,14 @@
 """The one place that copies records: into slots, and through staging buffers in prefill.
 
-A ring buffer is a temporary slot: kernels get its addresses and run as for any other. Copies use
-the copy engine, neighbouring records in one copy (single copies of 1.5 MiB reach 50.1 GB/s where
-long ones reach 55.3), on a stream of their own, so that one group crosses the link while the
-previous one computes.
+A ring buffer is a temporary slot: kernels get its addresses and run as for any other. Copies from
+the arena use the copy engine, neighbouring records in one copy (single copies of 1.5 MiB reach
+50.1 GB/s where long ones reach 55.3), on a stream of their own, so that groups cross the link
+while others are computed on. Which group comes when is its callers' business.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,16 +29,21 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Group:
-    """Experts that lie in a staging buffer now.
+class Staged:
+    """Records that lie in a staging buffer, or are on their way to it.
 
     Attributes:
-        experts: their ids.
-        address_E: [E] int64 on the device, their staging addresses, 0 for every other expert.
+        layer, experts: which; `experts` ascending.
+        buffer: where.
+        record_bytes: size of one.
+        address: of the first; the others follow without gaps.
     """
 
+    layer: int
     experts: tuple[int, ...]
-    address_E: torch.Tensor
+    buffer: int
+    record_bytes: int
+    address: int
 
 
 class Ring:
@@ -46,37 +52,60 @@ class Ring:
     Args:
         arena: where records come from.
         device: where they go.
-        num_records: staging room in records; 0 when nothing is ever streamed. Two buffers share
-            it, so it is at least 2 otherwise.
+        num_records: staging room in records; 0 when nothing is ever staged. The buffers share it
+            evenly, so it is at least one for each of them otherwise.
         record_bytes: the largest record.
+        num_buffers: one is computed on while the others are filled.
 
     Attributes:
         copied_bytes: bytes copied from the arena so far, slots and staging together.
     """
 
-    num_buffers = 2
-
     def __init__(
-        self, arena: HostArena, *, device: torch.device, num_records: int, record_bytes: int
+        self,
+        arena: HostArena,
+        *,
+        device: torch.device,
+        num_records: int,
+        record_bytes: int,
+        num_buffers: int = 2,
     ) -> None:
-        assert num_records == 0 or num_records >= self.num_buffers
+        assert num_buffers >= 2 and (num_records == 0 or num_records >= num_buffers)
         self._arena = arena
         self._device = device
-        self._buffer_bytes = num_records // self.num_buffers * record_bytes
+        self._buffer_bytes = num_records // num_buffers * record_bytes
         self._buffers = [
             torch.empty(self._buffer_bytes, dtype=torch.uint8, device=device)
-            for _ in range(self.num_buffers if num_records else 0)
+            for _ in range(num_buffers if num_records else 0)
         ]
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
         self._ready = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]
         self._free = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]
+        for free in self._free:
+            # The memory may have been another tensor's, still in use by what is queued.
+            if free is not None:
+                free.record(torch.cuda.current_stream(device))
+        self._idle = deque(range(len(self._buffers)))
         self.copied_bytes = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of the staging buffers."""
         return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def num_buffers(self) -> int:
+        return len(self._buffers)
+
+    @property
+    def num_idle(self) -> int:
+        """Buffers that hold nothing and are promised to nobody."""
+        return len(self._idle)
+
+    def room(self, record_bytes: int) -> int:
+        """Records of that size that one buffer holds."""
+        return self._buffer_bytes // record_bytes
 
     def fill(self, fills: Sequence[Fill], slots: SlotMemory) -> None:
         """Copies records into slots, ordered on the current stream."""
@@ -92,80 +121,64 @@ class Ring:
             self.copied_bytes += source.numel()
             start = end
 
-    def stream(
-        self, layer: int, experts: Sequence[int], *, num_experts: int, record_bytes: int
-    ) -> Iterator[Group]:
-        """Brings records through the staging buffers, group by group, in ascending id.
-
-        While the caller works on a group (on the current stream), the next one is copied. A group
-        is valid until the next one is asked for.
+    def stage(self, layer: int, experts: Sequence[int], *, record_bytes: int) -> Staged:
+        """Sends records on their way into an idle buffer, which is then `release`d once.
 
         Args:
             layer: MoE layer.
-            experts: ids to bring, each once.
-            num_experts: E of the layer.
+            experts: ids to bring, ascending, each once; at least one, at most `room`.
             record_bytes: record size of the layer.
         """
-        per_group = self._buffer_bytes // record_bytes
-        assert per_group > 0, "the plan gave no staging room"
-        ids = sorted(experts)
-        groups = [ids[i : i + per_group] for i in range(0, len(ids), per_group)]
-        table = self._addresses(groups, num_experts, record_bytes)
-        if self._stream is not None:
-            # The buffers may still be read by what the current stream has queued.
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for index, group in enumerate(groups):
-            if index == 0:
-                self._copy(layer, group, 0, record_bytes)
-            if index + 1 < len(groups):
-                self._copy(layer, groups[index + 1], index + 1, record_bytes)
-            self._wait_ready(index)
-            yield Group(tuple(group), table[index])
-            self._mark_free(index)
-
-    def _addresses(
-        self, groups: list[list[int]], num_experts: int, record_bytes: int
-    ) -> torch.Tensor:
-        """[G, E] int64 on the device: staging addresses of each group, 0 elsewhere."""
-        table = torch.zeros((len(groups), num_experts), dtype=torch.int64)
-        for index, group in enumerate(groups):
-            base = self._buffers[index % self.num_buffers].data_ptr()
-            table[index, group] = base + torch.arange(len(group)) * record_bytes
-        return table.to(self._device)
-
-    def _copy(self, layer: int, group: list[int], index: int, record_bytes: int) -> None:
-        slot = index % self.num_buffers
-        buffer, free, ready = self._buffers[slot], self._free[slot], self._ready[slot]
+        assert 0 < len(experts) <= self.room(record_bytes), (len(experts), self._buffer_bytes)
+        index = self._idle.popleft()
+        buffer, free, ready = self._buffers[index], self._free[index], self._ready[index]
         if self._stream is None:
             context: AbstractContextManager[object] = nullcontext()
         else:
-            if index >= self.num_buffers:
-                assert free is not None
-                self._stream.wait_event(free)
+            assert free is not None
+            self._stream.wait_event(free)
             context = torch.cuda.stream(self._stream)
         with context:
-            start = 0
-            while start < len(group):
-                end = start + 1
-                while end < len(group) and group[end] == group[end - 1] + 1:
-                    end += 1
-                source = self._arena.record(layer, group[start], end - start)
+            for start, end in _runs(experts):
+                source = self._arena.record(layer, experts[start], end - start)
                 target = buffer[start * record_bytes : end * record_bytes]
                 target.copy_(source, non_blocking=True)
                 self.copied_bytes += source.numel()
-                start = end
             if ready is not None:
                 ready.record(self._stream)
+        return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())
 
-    def _wait_ready(self, index: int) -> None:
-        ready = self._ready[index % self.num_buffers]
+    def wait(self, staged: Staged) -> None:
+        """What the current stream runs from now on finds the records there."""
+        ready = self._ready[staged.buffer]
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
 
-    def _mark_free(self, index: int) -> None:
-        free = self._free[index % self.num_buffers]
+    def release(self, staged: Staged) -> None:
+        """The buffer is idle again behind what the current stream has queued by now."""
+        assert staged.buffer not in self._idle
+        free = self._free[staged.buffer]
         if free is not None:
             free.record(torch.cuda.current_stream(self._device))
+        self._idle.append(staged.buffer)
+
+    def copy_to_slot(self, staged: Staged, expert: int, slots: SlotMemory, slot: int) -> None:
+        """Copies a staged record into a slot, device to device, ordered on the current stream.
+
+        The slot's address in the table may change only behind it.
+        """
+        place, size = staged.experts.index(expert), staged.record_bytes
+        record = self._buffers[staged.buffer][place * size : (place + 1) * size]
+        slots.view(slot).copy_(record)
+
+
+def _runs(experts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each stretch of neighbouring ids."""
+    start = 0
+    for end in range(1, len(experts) + 1):
+        if end == len(experts) or experts[end] != experts[end - 1] + 1:
+            yield start, end
+            start = end
 
 
 def _adjacent(first: Fill, second: Fill, slots: SlotMemory) -> bool:

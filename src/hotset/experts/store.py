@@ -16,7 +16,7 @@ from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches, Placement
 from hotset.core.slot_pools import SlotPools
 from hotset.experts.arena import HostArena
-from hotset.experts.ring import Fill, Ring
+from hotset.experts.ring import Fill, Ring, Staged
 from hotset.experts.slots import SlotMemory
 from hotset.experts.table import AddressTable
 
@@ -29,6 +29,7 @@ class ExpertStore(Closing):
         pools: the slots.
         device: where slots, staging buffers and the table lie.
         staging_records: room of the prefill ring, in the largest records.
+        num_buffers: of the ring.
         poison: fill free slots with NaN.
         num_spare: spare columns of placement and table, to lend free slots to layers.
 
@@ -44,6 +45,7 @@ class ExpertStore(Closing):
         *,
         device: torch.device,
         staging_records: int,
+        num_buffers: int = 2,
         poison: bool = False,
         num_spare: int = 0,
     ) -> None:
@@ -59,6 +61,7 @@ class ExpertStore(Closing):
             device=device,
             num_records=staging_records,
             record_bytes=max(layer.expert.record_bytes for layer in self.layers),
+            num_buffers=num_buffers,
         )
         self.placement = Placement(pools, num_spare=num_spare)
         self.steps_in_flight = 0
@@ -115,6 +118,36 @@ class ExpertStore(Closing):
         self.table.adopt(matches, self.slots.addresses(matches.slot))
         self.placement.apply(matches)
         self.steps_in_flight -= 1
+
+    def tee(self, staged: Staged, expert: int, victim: int) -> None:
+        """Copies a staged record into the slot of another expert of its layer, ordered on the
+        current stream. `hand_over` makes it the owner; until then nothing may read the victim."""
+        slot = int(self.placement.slot_of[staged.layer, victim])
+        self.ring.copy_to_slot(staged, expert, self.slots, slot)
+
+    def hand_over(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Gives the slots of victims to experts whose records `tee` has copied there.
+
+        Ordered on the current stream, behind the kernels that read the layer's addresses.
+
+        Args:
+            pairs: (expert, victim).
+        """
+        assert self.steps_in_flight == 0
+        if not pairs:
+            return
+        expert, victim = np.array(pairs, dtype=np.int64).T
+        matches = Matches(
+            layer=np.full(len(expert), layer, dtype=np.int64),
+            expert=expert,
+            victim=victim,
+            slot=self.placement.slot_of[layer, victim].astype(np.int64),
+            routed_LN=np.zeros((0, 0), dtype=np.bool_),
+            hit_LN=np.zeros((0, 0), dtype=np.bool_),
+        )
+        self.table.adopt(matches, self.slots.addresses(matches.slot))
+        self.table.send(layer)
+        self.placement.apply(matches)
 
     def restore(self) -> None:
         """Makes slots and table what the placement says, after a step that broke off halfway.

@@ -14,6 +14,7 @@ import torch
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches
 from hotset.core.slot_pools import IntArray
+from hotset.experts.transfer import sent
 
 
 class AddressTable:
@@ -58,6 +59,10 @@ class AddressTable:
         mirror, layer = self._mirror.numpy(), matches.layer
         mirror[layer, matches.victim] = self._host.numpy()[layer, matches.victim]
         mirror[layer, matches.expert] = slot_addresses
+
+    def send(self, layer: int) -> None:
+        """Copies the host's idea of a layer's row to the device, ordered on the current stream."""
+        self.address[layer].copy_(sent(self._mirror[layer].numpy(), self.address.device))
 
     def restore(self) -> None:
         """Copies the host's idea of the table over the device's, whatever that is."""

@@ -94,6 +94,27 @@ class Kernels(Protocol):
                 slots, victims to the host. Must come behind the `expert_outputs` that filled.
         """
 
+    def accumulate(
+        self,
+        y_TKH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        first: int,
+        stop: int,
+        out_TH: torch.Tensor,
+    ) -> None:
+        """Adds weights[t, k] * y[t, k] to out_t for the k whose expert is in [first, stop).
+
+        In ascending k, each term rounded into the FP32 sum as it is added. With each row's ids in
+        ascending order and ranges that follow each other, a row's sum has the same bits however
+        the experts are cut into ranges. Rows of other experts are not read.
+
+        Args:
+            ids_TK: [T, K] integers.
+            out_TH: FP32 [T, H].
+        """
+
 
 class ReferenceKernels:
     """Plain torch; on a CPU this is what the engine runs."""
@@ -135,6 +156,18 @@ class ReferenceKernels:
         if matched is not None:
             match_reference.retarget(matched)
         return out_TH
+
+    def accumulate(
+        self,
+        y_TKH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        first: int,
+        stop: int,
+        out_TH: torch.Tensor,
+    ) -> None:
+        reference.accumulate(y_TKH, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
 
 
 class TritonKernels:
@@ -188,6 +221,22 @@ class TritonKernels:
 
         assert y_TKH.is_contiguous() and y_TKH.dtype == torch.float32
         return combine(y_TKH, weights_TK.contiguous(), dtype, matched=matched)
+
+    def accumulate(
+        self,
+        y_TKH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        first: int,
+        stop: int,
+        out_TH: torch.Tensor,
+    ) -> None:
+        from hotset.kernels.combine import accumulate
+
+        assert y_TKH.is_contiguous() and y_TKH.dtype == out_TH.dtype == torch.float32
+        assert ids_TK.is_contiguous() and out_TH.is_contiguous()
+        accumulate(y_TKH, ids_TK, weights_TK.contiguous(), first=first, stop=stop, out_TH=out_TH)
 
 
 def check_inputs(

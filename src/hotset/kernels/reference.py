@@ -133,3 +133,20 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype) -
     for k in range(y_TKH.shape[1]):
         out_TH += weights_TK[:, k, None] * y_TKH[:, k]
     return out_TH.to(dtype)
+
+
+def accumulate(
+    y_TKH: torch.Tensor,
+    ids_TK: torch.Tensor,
+    weights_TK: torch.Tensor,
+    *,
+    first: int,
+    stop: int,
+    out_TH: torch.Tensor,
+) -> None:
+    """Adds the outputs of experts `first` .. `stop` - 1 to `out_TH`; see `dispatch.Kernels`."""
+    weights_TK = weights_TK.float()
+    wanted_TK = (ids_TK >= first) & (ids_TK < stop)
+    for k in range(ids_TK.shape[1]):
+        rows = wanted_TK[:, k]
+        out_TH[rows] += weights_TK[rows, k, None] * y_TKH[rows, k]

@@ -87,9 +87,8 @@ class FillPlanner:
         self._wish()
         return matches
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
-        """Takes in a prompt that was too long to match: uses of each expert, [L, E]."""
-        self._policy.seed(counts_LE, num_tokens=num_tokens)
+    def renew(self) -> None:
+        """Wishes anew, after a prompt has told the policy what it routed (`runtime.tee`)."""
         self._wish()
 
     def abandon(self) -> None:

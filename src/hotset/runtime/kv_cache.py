@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hotset.core.geometry import AttentionLayer
+from hotset.experts.transfer import sent
 from hotset.kernels.attention import AttentionKernels
 from hotset.runtime.kv_pool import KVKind, KVPool
 
@@ -63,7 +63,7 @@ class PrefillStep:
         self.pool, self.row, self.num_tokens, self.kernels = pool, row, num_tokens, kernels
         self.start = pool.lengths[row]
         pool.reserve(row, self.start + num_tokens)
-        self.length_1 = _sent(np.array([self.start + num_tokens], dtype=np.int32), pool.device)
+        self.length_1 = sent(np.array([self.start + num_tokens], dtype=np.int32), pool.device)
         self.kinds = {window: _PrefillKind(self, kind) for window, kind in pool.kinds.items()}
 
     @property
@@ -81,28 +81,19 @@ class PrefillStep:
         self.pool.grow(self.row, self.num_tokens)
 
 
-def _sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy on the device, without waiting for what the device still has to do."""
-    host = torch.from_numpy(array.copy())
-    if device.type != "cuda":
-        return host
-    # The allocator of page-locked memory keeps it until the copy is done.
-    return host.pin_memory().to(device, non_blocking=True)
-
-
 class _PrefillKind:
     """Block table of the row, and where the tokens lie that the new ones see of it."""
 
     def __init__(self, step: PrefillStep, kind: KVKind) -> None:
         table_1N = kind.table_RN[step.row : step.row + 1]
         device, block_tokens = step.pool.device, step.pool.block_tokens
-        self.table_1N = _sent(table_1N, device)
+        self.table_1N = sent(table_1N, device)
         # The first new token sees window - 1 earlier ones.
         self.num_seen = step.start if kind.window is None else min(step.start, kind.window - 1)
         first = step.start - self.num_seen
         blocks = np.arange(first // block_tokens, -(-step.start // block_tokens))
         ids = table_1N[0, blocks % kind.row_blocks]
-        self.blocks = _sent(ids.astype(np.int64), device)
+        self.blocks = sent(ids.astype(np.int64), device)
         skip = first % block_tokens
         self.seen = slice(skip, skip + self.num_seen)
 
@@ -194,16 +185,16 @@ class DecodeBatch:
         self.rows = [*rows, *[None] * (self.size - len(rows))]
         device = self.pool.device
         lengths = [0 if row is None else self.pool.lengths[row] for row in self.rows]
-        self.lengths_B.copy_(_sent(np.array(lengths, dtype=np.int32), device))
+        self.lengths_B.copy_(sent(np.array(lengths, dtype=np.int32), device))
         active = [row is not None for row in self.rows]
-        self._active_B.copy_(_sent(np.array(active, dtype=np.int32), device))
+        self._active_B.copy_(sent(np.array(active, dtype=np.int32), device))
         for window, kind in self.pool.kinds.items():
             table_BN = np.zeros((self.size, kind.row_blocks), dtype=np.int32)
             for place, row in enumerate(self.rows):
                 if row is not None:
                     table_BN[place] = kind.table_RN[row]
                     self._known[window][place] = kind.num_owned[row]
-            self.tables[window].copy_(_sent(table_BN, device))
+            self.tables[window].copy_(sent(table_BN, device))
 
     def begin_step(self) -> None:
         """Every row gets one token longer; new blocks are made known to the device.
@@ -220,7 +211,7 @@ class DecodeBatch:
             for window, kind in self.pool.kinds.items():
                 if self._known[window][place] != kind.num_owned[row]:
                     self._known[window][place] = kind.num_owned[row]
-                    self.tables[window][place].copy_(_sent(kind.table_RN[row], self.pool.device))
+                    self.tables[window][place].copy_(sent(kind.table_RN[row], self.pool.device))
 
     def advance(self) -> None:
         """Lengths and positions of the next token, on the device; part of a captured step."""

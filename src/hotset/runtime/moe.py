@@ -1,30 +1,32 @@
 """Runs the experts of one MoE layer: the function that the seam calls.
 
 Picks where bytes are read (slot, arena in place, staging ring), never how they are computed: the
-kernel and its reduction order depend on the token count alone.
+kernel and its reduction order depend on the tokens of a block alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
+from hotset.core.slot_pools import BoolArray, IntArray
+from hotset.core.staging import StagingRule, block_tokens
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
-from hotset.kernels.grouping import Grouping
 from hotset.kernels.match_reference import LayerMatch
+from hotset.runtime.block_sums import BlockSum, FewTokens, ManyTokens, PostNorm
+from hotset.runtime.blocks import Block
+from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.tee import Tee
 
-# From this many tokens on, a missing record is staged by the copy engine instead of being read in
-# place: a grouped GEMM reads a record once for each block of tokens, and each such read would
-# cross the link. Below it every record is read once.
-RING_TOKENS = 65
-
-# Up to this many tokens a step may fill slots with what it reads: as long as records are read in
-# place. What the ring has staged is copied to slots by other means.
-MATCH_TOKENS = RING_TOKENS - 1
+# A block of up to so many tokens runs whole: all its outputs are kept and summed at the end. It is
+# also as many as a step may have that fills slots with what it reads in place.
+MATCH_TOKENS = 64
 
 
 class MoERunner:
@@ -36,14 +38,15 @@ class MoERunner:
         store: where the records are.
         kernels: reference or Triton.
         log: told what is routed.
-        use_ring: stage missing records in prefill, or read them in place; default: stage where the
-            plan gave room for it, except on a CPU, which reads the arena as fast in place as
-            through a copy of it. No output changes by a bit.
+        stream: stages missing records for blocks of many tokens; `None` reads all in place.
+        staging: in place or through the ring; with a stream, default by cost. No output changes
+            by a bit.
         fills: what a `FillPlanner` gives for this layer: steps of up to `MATCH_TOKENS` tokens then
             fill slots as they read. `None` never does, and launches nothing for it.
+        tee: gives slots to records that pass through the ring; told what prompts route.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts of a layer, joined once
         self,
         layer: int,
         module: nn.Module,
@@ -51,20 +54,21 @@ class MoERunner:
         store: ExpertStore,
         kernels: Kernels,
         log: RoutingLog,
-        use_ring: bool | None = None,
+        stream: ExpertStream | None = None,
+        staging: StagingRule | None = None,
         fills: LayerMatch | None = None,
+        tee: Tee | None = None,
     ) -> None:
         self._layer = layer
         self._spec = store.layers[layer]
         # A norm on each expert's output before it is weighted (muse_spark).
-        self._post_norm = (
-            cast(nn.Module, module.post_expert_norm) if module.has_post_expert_norm else None
+        self._post_norm: PostNorm | None = (
+            cast(PostNorm, module.post_expert_norm) if module.has_post_expert_norm else None
         )
         self._store = store
         self._kernels = kernels
         self._log = log
-        planned = store.device.type == "cuda" and store.ring.nbytes > 0
-        self._use_ring = planned if use_ring is None else use_ring
+        self._stream, self._staging, self._tee = stream, staging or StagingRule(), tee
         self._fills = fills
         # Steps that could fill run the filling kernel whether they do or not: it is another
         # program to the compiler, which may then order its sums differently (seen on an H200
@@ -77,73 +81,117 @@ class MoERunner:
         self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
     ) -> torch.Tensor:
         """Routed experts' weighted sum, [T, H] in the dtype of `x_TH`."""
+        block = Block(x_TH, ids_TK, weights_TK)
+        if block.num_tokens > MATCH_TOKENS:
+            return self.run([block])[0]
         self._log.add(self._layer, ids_TK)
-        few = len(x_TH) <= MATCH_TOKENS
-        matched = self._fills if few else None
-        if few:
-            y_TKH = self._in_place(x_TH, ids_TK, matched)
-        elif self._use_ring:
-            y_TKH = self._staged(x_TH, ids_TK)
-        else:
-            # Into a given tensor, as when some are staged: with one of its own the kernel would be
-            # another program, and a budget must not change a bit.
-            y_TKH = x_TH.new_zeros((*ids_TK.shape, x_TH.shape[1]), dtype=torch.float32)
-            grouping = self._kernels.group(ids_TK, self._spec.num_experts)
-            self._run(x_TH, ids_TK, self._store.table.row(self._layer), grouping, y_TKH)
-        if self._post_norm is not None:
-            y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
-        return self._kernels.combine(y_TKH, weights_TK, x_TH.dtype, matched=matched)
-
-    def _in_place(
-        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, matched: LayerMatch | None
-    ) -> torch.Tensor:
-        """Everything where it is now; missing records that are admitted go to their victims' slots.
-
-        Addresses change behind it, in `combine`.
-        """
-        # One token needs no grouping, its kernel takes the ids as they are.
-        num_experts = self._spec.num_experts
-        grouping = self._kernels.group(ids_TK, num_experts) if len(x_TH) > 1 else None
+        matched = self._fills
+        few = self._few(block, self._no_fill_E if matched is None else matched.fill_E)
         if matched is not None:
-            self._kernels.match(ids_TK, matched, grouping=grouping)
-        return self._kernels.expert_outputs(
-            x_TH,
-            ids_TK,
-            self._store.table.row(self._layer),
+            self._kernels.match(ids_TK, matched, grouping=few.grouping)
+        few.add(self._store.table.row(self._layer), first=0, stop=self._spec.num_experts)
+        # Addresses change behind the kernels that fill.
+        return few.total(matched=matched)
+
+    def run(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
+        """The layer's output for each block of a prompt, [T, H]; staged records cross once.
+
+        The bits of a block depend on its own tokens alone. Waits for the device: the host must know
+        what is routed before it can send records on their way.
+        """
+        size = block_tokens(self._spec.expert, self._spec.top_k)
+        parts = [part for block in blocks for part in block.split(size)]
+        ids_TK = self._fetch(blocks)
+        counts_PE = _counts(ids_TK, [p.num_tokens for p in parts], self._spec.num_experts)
+        used_E: BoolArray = counts_PE.sum(axis=0) > 0
+        resident_E = self._store.placement.resident[self._layer, : len(used_E)].copy()
+        missing_E = used_E & ~resident_E
+        if self._tee is not None:
+            self._tee.read(self._layer, ids_TK)
+        sums = [self._open(part) for part in parts]
+        if self._stream is not None and self._use_ring(self._stream, missing_E, counts_PE, sums):
+            self._add_groups(sums, self._stream, used_E)
+        else:
+            self._add(sums, self._store.table.row(self._layer), 0, len(used_E))
+        self._log.count_layer(
+            self._layer, used=int(used_E.sum()), hits=int((used_E & resident_E).sum())
+        )
+        return _joined([one.total() for one in sums], [block.num_tokens for block in blocks])
+
+    def _fetch(self, blocks: Sequence[Block]) -> IntArray:
+        """Routed ids of all tokens on the host, [T, K], and the note of them in the log."""
+        ids_TK = torch.cat([block.ids_TK for block in blocks]).to(torch.int32).cpu()
+        self._log.add(self._layer, ids_TK)
+        found: IntArray = ids_TK.numpy()
+        return found
+
+    def _open(self, part: Block) -> BlockSum:
+        if part.num_tokens <= MATCH_TOKENS:
+            return self._few(part, self._no_fill_E)
+        return ManyTokens(
+            self._kernels,
             self._spec.expert,
-            grouping=grouping,
-            fill_E=self._no_fill_E if matched is None else matched.fill_E,
-        )
-
-    def _staged(self, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
-        """Residents from their slots, the missing in groups through the ring, into one buffer."""
-        grouping = self._kernels.group(ids_TK, self._spec.num_experts)
-        resident_E = self._store.placement.resident[self._layer, : self._spec.num_experts]
-        counts_E = grouping.counts_E.cpu().numpy()  # the host must know what to copy
-        missing = [int(e) for e in (counts_E.nonzero()[0]) if not resident_E[e]]
-        address_E = self._store.table.row(self._layer)
-        if missing:
-            address_E = address_E.clone()
-            address_E[torch.tensor(missing, device=address_E.device)] = 0
-        y_TKH = x_TH.new_zeros((*ids_TK.shape, x_TH.shape[1]), dtype=torch.float32)
-        self._run(x_TH, ids_TK, address_E, grouping, y_TKH)
-        for group in self._store.ring.stream(
-            self._layer,
-            missing,
+            part,
             num_experts=self._spec.num_experts,
-            record_bytes=self._spec.expert.record_bytes,
-        ):
-            self._run(x_TH, ids_TK, group.address_E, grouping, y_TKH)
-        return y_TKH
-
-    def _run(
-        self,
-        x_TH: torch.Tensor,
-        ids_TK: torch.Tensor,
-        address_E: torch.Tensor,
-        grouping: Grouping,
-        y_TKH: torch.Tensor,
-    ) -> None:
-        self._kernels.expert_outputs(
-            x_TH, ids_TK, address_E, self._spec.expert, grouping=grouping, out=y_TKH
+            post_norm=self._post_norm,
         )
+
+    def _few(self, block: Block, fill_E: torch.Tensor) -> FewTokens:
+        return FewTokens(
+            self._kernels, self._spec.expert, block, fill_E=fill_E, post_norm=self._post_norm
+        )
+
+    def _use_ring(
+        self,
+        stream: ExpertStream,
+        missing_E: BoolArray,
+        counts_PE: IntArray,
+        sums: Sequence[BlockSum],
+    ) -> bool:
+        """Whether the missing records are staged; see `StagingRule`."""
+        kernel_tokens_P1 = np.array([[one.kernel_tokens] for one in sums])
+        reads_PE = -(-counts_PE // kernel_tokens_P1)
+        return self._staging.use_ring(
+            np.flatnonzero(missing_E).tolist(),
+            num_reads=int(reads_PE[:, missing_E].sum()),
+            record_bytes=self._spec.expert.record_bytes,
+            group_records=stream.room(self._layer),
+        )
+
+    def _add_groups(
+        self, sums: Sequence[BlockSum], stream: ExpertStream, used_E: BoolArray
+    ) -> None:
+        """Groups outermost: each record is staged once for all blocks."""
+        swaps = None if self._tee is None else self._tee.swaps(self._layer, used_E)
+        with stream.groups(self._layer, used_E) as groups:
+            for group in groups:
+                self._add(sums, group.address_E, group.first, group.stop)
+                if swaps is not None and group.staged is not None:
+                    swaps.take(group.staged, stop=group.stop)
+        if swaps is not None:
+            swaps.finish()
+
+    @staticmethod
+    def _add(sums: Sequence[BlockSum], address_E: torch.Tensor, first: int, stop: int) -> None:
+        for one in sums:
+            one.add(address_E, first=first, stop=stop)
+
+
+def _counts(ids_TK: IntArray, sizes: Sequence[int], num_experts: int) -> IntArray:
+    """Tokens of each expert in each of the parts of these sizes, [P, E]."""
+    counts_PE = np.zeros((len(sizes), num_experts), dtype=np.int64)
+    for row, ids in zip(counts_PE, np.split(ids_TK, np.cumsum(sizes)[:-1]), strict=True):
+        known = ids[(ids >= 0) & (ids < num_experts)]
+        row[:] = np.bincount(known, minlength=num_experts)
+    return counts_PE
+
+
+def _joined(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Parts of whole blocks put together, blocks of these sizes."""
+    out, rest = [], list(parts)
+    for size in sizes:
+        block = [rest.pop(0)]
+        while sum(len(part) for part in block) < size:
+            block.append(rest.pop(0))
+        out.append(block[0] if len(block) == 1 else torch.cat(block))
+    return out

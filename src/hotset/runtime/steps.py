@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 
 from hotset.core.errors import RequestError
@@ -91,16 +90,23 @@ class Steps:
     def closed(self) -> bool:
         return self._closed
 
+    def mend(self) -> None:
+        """Mends slots and table after a queued step broke off: it may have run in part."""
+        if self.fills is not None:
+            self.fills.abandon()
+
     def run(self, num_tokens: int, forward: Callable[[], T], *, owner: Hashable = None) -> T:
         """One forward whose layers log what they route, within `exclusive`.
 
         A step of few tokens may fill slots as it reads; a longer one only tells the policy what
-        it used.
+        it used. Between two layers of such a longer one decode steps may run, which are queued and
+        accounted for there; no step may be in flight when one begins that fills.
 
         Args:
             owner: the sequence that the tokens belong to.
         """
-        fills = self.fills if num_tokens <= MATCH_TOKENS else None
+        is_long = num_tokens > MATCH_TOKENS
+        fills = None if is_long else self.fills
         if fills is not None:
             fills.begin_step()
         try:
@@ -108,13 +114,18 @@ class Steps:
             ids_LN = self.log.take()
         except BaseException:
             self.log.drop()
-            if fills is not None:
-                fills.abandon()
+            # A long step may have copied a record to a slot and not yet named its owner.
+            self.mend()
             raise
-        if fills is None and self.fills is not None:
-            self.fills.seed(_counts(ids_LN, self._nothing.admit_LE.shape), num_tokens=num_tokens)
         owners = () if owner is None else ((owner, num_tokens),)
-        self.account(ids_LN, filled=fills is not None, owners=owners)
+        if is_long:
+            # Its layers have counted, each under the placement that it ran with.
+            self.log.total.steps += 1
+            if self.fills is not None:
+                self.fills.renew()
+            self._tell(ids_LN, owners)
+        else:
+            self.account(ids_LN, filled=fills is not None, owners=owners)
         return result
 
     def account(self, ids_LN: IntArray, *, filled: bool, owners: Owners = ()) -> None:
@@ -131,6 +142,9 @@ class Steps:
         else:
             matches = self.hits(ids_LN)
         self.log.count(matches)
+        self._tell(ids_LN, owners)
+
+    def _tell(self, ids_LN: IntArray, owners: Owners) -> None:
         for watcher in self.watchers:
             watcher.step(ids_LN, owners)
 
@@ -143,12 +157,3 @@ class Steps:
         """What a step that fills nothing uses and hits under the placement as it is."""
         nothing = self._nothing
         return self._store.placement.match_step(ids_LN, nothing.victims_LV, nothing.admit_LE)
-
-
-def _counts(ids_LN: IntArray, shape: tuple[int, ...]) -> IntArray:
-    """Uses of each expert, [L, E]."""
-    counts_LE = np.zeros(shape, dtype=np.int64)
-    for layer, ids in enumerate(ids_LN):
-        known = ids[(ids >= 0) & (ids < shape[1])]
-        counts_LE[layer] = np.bincount(known, minlength=shape[1])
-    return counts_LE

@@ -15,7 +15,7 @@ import numpy as np
 
 from hotset.core.errors import ConfigError
 from hotset.core.placement import Placement
-from hotset.core.policy.base import NUM_VICTIMS, FloatArray, Policy, Wishes
+from hotset.core.policy.base import NUM_VICTIMS, FloatArray, Policy, Wishes, faded_uses
 from hotset.core.slot_pools import BoolArray, IntArray
 
 DEFAULT_HALF_LIFE = 16.0
@@ -32,6 +32,7 @@ _ID_MASK = (1 << _ID_BITS) - 1
 _NOT_A_VICTIM = np.iinfo(np.int64).max
 _TOURNAMENT_FROM = 512  # experts: 60 us against 140 for 48 layers, but 25 against 22 at 256
 _COLUMNS = 64
+_NARROW = 64  # experts
 _REBASE_BITS = 400.0  # half of what a float64 exponent holds, so that a ratio never overflows
 
 
@@ -68,18 +69,22 @@ class ScoredPolicy(Policy):
         `None` for the second: whoever is used outranks every resident.
         """
 
+    def scores(self, layer: int) -> FloatArray:
+        return self._standing()[0][layer, : self.num_experts[layer]]
+
     def wishes(self, placement: Placement, *, out: Wishes | None = None) -> Wishes:
         wishes = self._buffers(out)
         score_LE, bump_L1 = self._standing()
         width = self.shape[1]
-        fixed = ~placement.resident[:, :width]
-        fixed |= placement.pinned[:, :width]
+        fixed = placement.pinned[:, :width] >= placement.resident[:, :width]
         victims = lowest(score_LE, fixed, self._ids, self.num_victims, scratch_LE=self._key)
-        value = np.where(victims < 0, np.inf, score_LE.take(np.maximum(victims, 0) + self._row))
+        value = score_LE.take(victims + self._row, mode="clip")
+        value[victims < 0] = np.inf
         if placement.num_spare:
             victims, value = _offer_spares(placement, victims, value)
         wishes.victims_LV[:] = victims
-        wishes.admit_LE[:] = np.add.reduce(victims >= 0, axis=1, dtype=np.int32)[:, None]
+        if bump_L1 is None or width > _NARROW:
+            wishes.admit_LE[:] = np.add.reduce(victims >= 0, axis=1, dtype=np.int32)[:, None]
         if bump_L1 is not None:
             self._count_outranked(score_LE, bump_L1, value, wishes)
         return wishes
@@ -87,16 +92,20 @@ class ScoredPolicy(Policy):
     def _count_outranked(
         self, score_LE: FloatArray, bump_L1: FloatArray, value_LV: FloatArray, wishes: Wishes
     ) -> None:
-        """Sets `admit` in the layers where not every expert outranks every victim.
+        """Sets `admit`; in wide layers only where not every expert outranks every victim.
 
         Scores are at least 0, so one use outranks victims below its own worth, whoever is used: in
-        wide layers that is most of them.
+        wide layers that is most of them. In narrow ones looking for those costs more than it saves.
         """
-        contested = np.flatnonzero(((value_LV >= bump_L1) & (value_LV < np.inf)).any(axis=1))
-        num = len(contested)
-        if num == 0:
-            return
-        rows = slice(None) if num == len(score_LE) else contested
+        num = len(score_LE)
+        rows: slice | IntArray = slice(None)
+        if score_LE.shape[1] > _NARROW:
+            is_contested = ((value_LV >= bump_L1) & (value_LV < np.inf)).any(axis=1)
+            contested = np.flatnonzero(is_contested)
+            num = len(contested)
+            if num == 0:
+                return
+            rows = slice(None) if num == len(score_LE) else contested
         used, outranked = self._used[:num], self._outranked[:, :num]
         np.add(score_LE[rows], bump_L1[rows], out=used)
         np.greater(used, value_LV[rows].T[:, :, None], out=outranked)
@@ -174,15 +183,13 @@ class HalfLife(ScoredPolicy):
         if self._steps >= self._rebase_steps:
             self._rebase()
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
-        """As `num_tokens` steps, with the uses of each expert spread evenly over them."""
-        if num_tokens == 0:
-            return
-        faded = self._decay**num_tokens
-        rest = 1.0 - self._decay
-        steps = np.where(rest > 0, (1.0 - faded) / np.where(rest > 0, rest, 1.0), num_tokens)
-        self._score *= faded
-        self._score += self._worth * self._learns * (steps / num_tokens) * counts_LE
+    def read(self, layer: int, ids_TK: IntArray) -> None:
+        decay = float(self._decay[layer, 0])
+        num_experts = int(self.num_experts[layer])
+        score = self._score[layer, :num_experts]
+        score *= decay ** len(ids_TK)
+        uses = faded_uses(ids_TK, num_experts, decay)
+        score += self._worth[layer, 0] * self._learns[layer, 0] * uses
 
     def _standing(self) -> tuple[FloatArray, FloatArray]:
         worth = self._worth / self._decay
@@ -210,21 +217,22 @@ class Lru(ScoredPolicy):
         num_victims: int = NUM_VICTIMS,
     ) -> None:
         super().__init__(num_experts, prior_LE=prior_LE, num_victims=num_victims)
-        self._clock = 0.0
+        self._clock = np.zeros((self.shape[0], 1))
 
     def observe(self, ids_LN: IntArray) -> None:
         self._clock += 1.0
-        self._cells[self._cells_of(ids_LN)] = self._clock
+        cells = self._cells_of(ids_LN)
+        self._cells[cells] = np.broadcast_to(self._clock, cells.shape)
         self._cells[-1] = 0.0
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
-        """As one step, in which the experts used more often were used later."""
-        if num_tokens == 0:
-            return
-        self._clock += 1.0
-        later = counts_LE / (1.0 + counts_LE.max())
-        np.copyto(self._score, self._clock + later, where=np.asarray(counts_LE) > 0)
-        self._clock += 1.0
+    def read(self, layer: int, ids_TK: IntArray) -> None:
+        """As one step, in which later tokens ran later."""
+        self._clock[layer] += 1.0
+        num_tokens, num_experts = len(ids_TK), int(self.num_experts[layer])
+        known = (ids_TK >= 0) & (ids_TK < num_experts)
+        when = np.broadcast_to(np.arange(1, num_tokens + 1)[:, None] / num_tokens, ids_TK.shape)
+        # Of several assignments to one cell the last one stays.
+        self._score[layer, ids_TK[known]] = self._clock[layer] - 1.0 + when[known]
 
     def _standing(self) -> tuple[FloatArray, None]:
         return self._score, None
@@ -254,10 +262,12 @@ def lowest(
         heads = np.minimum.reduce(blocks, axis=1)
         columns = np.argpartition(heads, num - 1, axis=1)[:, None, :num]
         key = np.take_along_axis(blocks, columns, axis=2).reshape(num_layers, -1)
-    found = np.full((num_layers, num), _NOT_A_VICTIM)
     take = min(num, key.shape[1])
-    found[:, :take] = np.partition(key, take - 1, axis=1)[:, :take]
+    key.partition(take - 1, axis=1)
+    found = key[:, :take]
     found.sort(axis=1)
+    if take < num:
+        found = np.pad(found, ((0, 0), (0, num - take)), constant_values=_NOT_A_VICTIM)
     return np.where(found == _NOT_A_VICTIM, -1, found & _ID_MASK)
 
 

@@ -131,8 +131,17 @@ class Policy(ABC):
         """
 
     @abstractmethod
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
-        """Takes in a prompt of `num_tokens` tokens from its counts alone, [L, E]."""
+    def read(self, layer: int, ids_TK: IntArray) -> None:
+        """Takes in a prompt's routing in one layer, as one step for each of its tokens.
+
+        Args:
+            layer: MoE layer.
+            ids_TK: routed ids, tokens in order; ids outside 0..E-1 are padding.
+        """
+
+    @abstractmethod
+    def scores(self, layer: int) -> FloatArray:
+        """[E]: who deserves a slot, as things stand; higher is better."""
 
     @abstractmethod
     def wishes(self, placement: Placement, *, out: Wishes | None = None) -> Wishes:
@@ -141,6 +150,25 @@ class Policy(ABC):
     def _buffers(self, out: Wishes | None) -> Wishes:
         num_layers, num_experts = self.shape
         return out or Wishes.none(num_layers, self.num_victims, num_experts)
+
+
+def faded_uses(ids_TK: IntArray, num_experts: int, decay: float) -> FloatArray:
+    """Uses of each expert by T tokens, of which the last counts 1 and one t before it decay^t.
+
+    An expert counts once a token. Tokens that count less than 2^-40 are left out.
+
+    Returns:
+        [E] float64.
+    """
+    num_tokens = len(ids_TK)
+    if decay < 1:
+        num_tokens = min(num_tokens, int(np.ceil(-40 / np.log2(decay))))
+    ids = np.sort(ids_TK[len(ids_TK) - num_tokens :], axis=1)
+    counts = (ids >= 0) & (ids < num_experts)
+    counts[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+    weight_T1 = decay ** np.arange(num_tokens - 1, -1, -1, dtype=np.float64)[:, None]
+    weight = np.broadcast_to(weight_T1, ids.shape)[counts]
+    return np.bincount(ids[counts], weights=weight, minlength=num_experts).astype(np.float64)
 
 
 def top_experts(scores_LE: FloatArray, num_experts: IntArray, slots_L: IntArray) -> BoolArray:

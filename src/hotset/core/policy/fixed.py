@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from hotset.core.placement import Placement
-from hotset.core.policy.base import Policy, Wishes
+from hotset.core.policy.base import FloatArray, Policy, Wishes
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 
 
@@ -20,8 +20,12 @@ class FixedPolicy(Policy):
     def observe(self, ids_LN: IntArray) -> None:
         pass
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
+    def read(self, layer: int, ids_TK: IntArray) -> None:
         pass
+
+    def scores(self, layer: int) -> FloatArray:
+        scores = np.zeros(self.shape) if self.prior_LE is None else self.prior_LE
+        return scores[layer, : self.num_experts[layer]]
 
     def wishes(self, placement: Placement, *, out: Wishes | None = None) -> Wishes:
         wishes = self._buffers(out)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hotset.core.errors import ConfigError
 from hotset.core.forecast import OWN_HALF_LIFE, SHARED_HALF_LIVES, Forecast
 from hotset.core.policy.adaptive import ScoredPolicy
-from hotset.core.policy.base import NUM_VICTIMS, FloatArray
+from hotset.core.policy.base import NUM_VICTIMS, FloatArray, faded_uses
 from hotset.core.slot_pools import IntArray
 
 _OFFSET = 1.0
@@ -89,18 +89,17 @@ class ForecastPolicy(ScoredPolicy):
         product: NDArray[np.float32] = used[:-1].reshape(self.shape)[:, None] @ self._weights
         return product[:, 0]
 
-    def seed(self, counts_LE: IntArray, *, num_tokens: int) -> None:
-        """As `num_tokens` steps, with the uses of each expert spread evenly over them."""
-        if num_tokens == 0:
-            return
-        share = np.asarray(counts_LE, dtype=np.float64) / num_tokens
-        faded = self._fast_decay**num_tokens
-        steps = (1 - faded) / (1 - self._fast_decay)
-        added = (share.astype(np.float32)[:, None] @ self._weights)[:, 0]
-        self._fast = (faded * self._fast + steps * added).astype(np.float32)
-        slow_faded = self._slow_decay**num_tokens
-        self._score *= slow_faded
-        self._score += self._slow_rise * share * (1 - slow_faded) / (1 - self._slow_decay)
+    def read(self, layer: int, ids_TK: IntArray) -> None:
+        num_tokens, width = len(ids_TK), self.shape[1]
+        for index, half_life in enumerate(SHARED_HALF_LIVES):
+            part = slice(index * width, (index + 1) * width)
+            decay = 2 ** (-1 / half_life)
+            uses = faded_uses(ids_TK, width, decay).astype(np.float32)
+            faded = np.float32(decay**num_tokens) * self._fast[layer, part]
+            self._fast[layer, part] = faded + uses @ self._weights[layer][:, part]
+        self._score[layer] *= self._slow_decay**num_tokens
+        own = faded_uses(ids_TK, width, self._slow_decay)
+        self._score[layer] += self._slow_rise[layer] * own
 
     def _standing(self) -> tuple[FloatArray, FloatArray]:
         width = self.shape[1]

@@ -1,0 +1,79 @@
+"""Whether missing records are read in place or staged by the copy engine, and sizes of blocks.
+
+Pure arithmetic on counts, bytes and rates. In place, a record is read once for each kernel block
+that has tokens for it, at the zero-copy rate; staged, it is copied once, and each copy and each
+group takes a moment to set off. Neither changes a bit of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from hotset.core.config import STAGING
+from hotset.core.geometry import ExpertSpec
+
+# H200 behind PCIe 5.0 x16, GB/s: kernels reading page-locked memory, and long copies.
+LINK_GBPS = 50.9
+COPY_GBPS = 55.2
+# What a copy takes beside its bytes: single ones of 1.5 MiB reach 50.1 GB/s, long ones 55.3 (same
+# machine), and 1.57 MB (1/50.1 - 1/55.3) are 3 us.
+COPY_US = 3.0
+# Launches, events and an address row for a group, in host time that the device may wait for.
+GROUP_US = 50.0
+
+# A block of tokens keeps the FP32 outputs of all its choices: so many bytes at most, and no more
+# tokens than fill the kernels' own blocks well (4,096 with 8 of 128 experts: 256 rows an expert).
+_OUTPUT_BYTES = 256 * 2**20
+_MOST_BLOCK_TOKENS = 4096
+_LEAST_BLOCK_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class StagingRule:
+    """Chooses for one layer of one forward.
+
+    Attributes:
+        mode: `in-place` or `ring` forces it; `None` takes the cheaper.
+        link_gbps, copy_gbps: of this machine.
+    """
+
+    mode: str | None = None
+    link_gbps: float = LINK_GBPS
+    copy_gbps: float = COPY_GBPS
+
+    def __post_init__(self) -> None:
+        assert self.mode is None or self.mode in STAGING, self.mode
+
+    def use_ring(
+        self, missing: Sequence[int], *, num_reads: int, record_bytes: int, group_records: int
+    ) -> bool:
+        """Whether staging is the cheaper.
+
+        Args:
+            missing: routed experts without a slot, ascending.
+            num_reads: (expert, kernel block) pairs among them: each is a read in place.
+            group_records: records of a staging buffer.
+        """
+        if self.mode is not None:
+            return self.mode == "ring"
+        if not missing:
+            return False
+        num_copies = 1 + sum(b != a + 1 for a, b in pairwise(missing))
+        num_groups = -(-len(missing) // group_records)
+        in_place_us = num_reads * record_bytes / self.link_gbps / 1e3
+        ring_us = len(missing) * record_bytes / self.copy_gbps / 1e3
+        return ring_us + num_copies * COPY_US + num_groups * GROUP_US < in_place_us
+
+
+def block_tokens(spec: ExpertSpec, top_k: int) -> int:
+    """Tokens whose experts run together, a power of two: a function of the model alone.
+
+    The order of a token's sum does not depend on it, but which kernel runs does.
+    """
+    fits = _OUTPUT_BYTES // (4 * top_k * spec.hidden)
+    size = _LEAST_BLOCK_TOKENS
+    while size * 2 <= min(fits, _MOST_BLOCK_TOKENS):
+        size *= 2
+    return size

@@ -1,0 +1,144 @@
+"""The weighted sum of experts' outputs for one block of tokens, a range of experts at a time.
+
+Two forms, chosen by the number of tokens: few keep every output and sum at the end in the order of
+their choices; many add up range by range, in ascending expert id. Either way the bits do not
+depend on the ranges, and where a record is read is the caller's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from hotset.core.geometry import ExpertSpec
+from hotset.kernels.dispatch import Kernels
+from hotset.kernels.match_reference import LayerMatch
+from hotset.runtime.blocks import Block
+
+PostNorm = Callable[[torch.Tensor], torch.Tensor]
+
+
+class BlockSum(Protocol):
+    """A block of tokens on its way through a layer."""
+
+    def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
+        """Runs the experts `first` .. `stop` - 1 on their tokens.
+
+        Args:
+            address_E: where each is read; 0 for experts outside the range.
+        """
+
+    @property
+    def kernel_tokens(self) -> int:
+        """Tokens of an expert for which the kernels read its record once."""
+
+    def total(self) -> torch.Tensor:
+        """The block's output, [T, H] in the dtype of its input, once all ranges were added."""
+
+
+class FewTokens:
+    """All outputs in one buffer; the sum is in the order of the choices.
+
+    Args:
+        kernels, spec: of the layer.
+        block: the tokens.
+        fill_E: slots to fill as records are read, 0 for none. Given always, so that one program
+            runs whether there is something to fill or not.
+        post_norm: applied to each output before it is weighted.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        spec: ExpertSpec,
+        block: Block,
+        *,
+        fill_E: torch.Tensor,
+        post_norm: PostNorm | None,
+    ) -> None:
+        self._kernels, self._spec, self._block = kernels, spec, block
+        self._fill_E, self._post_norm = fill_E, post_norm
+        # One token needs no grouping, its kernel takes the ids as they are.
+        many = block.num_tokens > 1
+        self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if many else None
+        # Given, and not made by the kernel: whole or in ranges, it is then one program.
+        self._y_TKH = outputs_of(block)
+
+    def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
+        self._kernels.expert_outputs(
+            self._block.x_TH,
+            self._block.ids_TK,
+            address_E,
+            self._spec,
+            grouping=self.grouping,
+            out=self._y_TKH,
+            fill_E=self._fill_E,
+        )
+
+    @property
+    def kernel_tokens(self) -> int:
+        return 1 if self.grouping is None else self.grouping.block_tokens
+
+    def total(self, *, matched: LayerMatch | None = None) -> torch.Tensor:
+        x_TH, y_TKH = self._block.x_TH, self._y_TKH
+        if self._post_norm is not None:
+            y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
+        return self._kernels.combine(y_TKH, self._block.weights_TK, x_TH.dtype, matched=matched)
+
+
+class ManyTokens:
+    """One running sum for each token; outputs live only until they are added.
+
+    Args:
+        kernels, spec: of the layer.
+        block: the tokens.
+        num_experts: E.
+        post_norm: applied to each output before it is weighted.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        spec: ExpertSpec,
+        block: Block,
+        *,
+        num_experts: int,
+        post_norm: PostNorm | None,
+    ) -> None:
+        self._kernels, self._spec, self._post_norm = kernels, spec, post_norm
+        # Each token's choices by expert: then the order of its sum is the order of the ranges.
+        ids_TK, place_TK = block.ids_TK.sort(dim=1, stable=True)
+        self._block = Block(block.x_TH, ids_TK, block.weights_TK.gather(1, place_TK))
+        self._grouping = kernels.group(ids_TK, num_experts)
+        self._sum_TH = torch.zeros_like(block.x_TH, dtype=torch.float32)
+
+    def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
+        block = self._block
+        y_TKH = self._kernels.expert_outputs(
+            block.x_TH,
+            block.ids_TK,
+            address_E,
+            self._spec,
+            grouping=self._grouping,
+            out=outputs_of(block),
+        )
+        if self._post_norm is not None:
+            y_TKH = self._post_norm(y_TKH.to(block.x_TH.dtype)).float()
+        self._kernels.accumulate(
+            y_TKH, block.ids_TK, block.weights_TK, first=first, stop=stop, out_TH=self._sum_TH
+        )
+
+    @property
+    def kernel_tokens(self) -> int:
+        return self._grouping.block_tokens
+
+    def total(self) -> torch.Tensor:
+        return self._sum_TH.to(self._block.x_TH.dtype)
+
+
+def outputs_of(block: Block) -> torch.Tensor:
+    """Room for the output of every choice, [T, K, H] FP32."""
+    shape = (*block.ids_TK.shape, block.x_TH.shape[1])
+    return block.x_TH.new_empty(shape, dtype=torch.float32)

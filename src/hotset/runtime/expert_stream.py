@@ -1,0 +1,172 @@
+"""Which records of a layer come through the staging ring, in which groups, and when.
+
+A layer's experts are cut into ranges of ascending ids. A group is one range: what is missing of it
+lies in a staging buffer, the rest where it is, and to a kernel they are all addresses. While one
+group is computed on, the next ones cross the link, and behind a layer's last group the next
+layer's first, whose routing is not known yet. Knows ids, residency and buffers; no tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hotset.core.slot_pools import BoolArray
+from hotset.experts.ring import Staged
+from hotset.experts.store import ExpertStore
+from hotset.experts.transfer import sent
+
+# A layer that used so many of its experts expects the next one to do the same: then the next
+# layer's first group may set off before its routing is known. What it does not use of that group
+# has crossed the link for nothing, at most this part of one group in a layer.
+PREFETCH_SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Experts `first` .. `stop` - 1, of which `experts` are brought."""
+
+    first: int
+    stop: int
+    experts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Experts of one range of ids, ready to be read.
+
+    Attributes:
+        first, stop: the range.
+        address_E: [E] int64 on the device; 0 for experts outside the range.
+        staged: those that lie in a staging buffer; `None` if none does.
+    """
+
+    first: int
+    stop: int
+    address_E: torch.Tensor
+    staged: Staged | None
+
+
+class ExpertStream:
+    """Brings missing records of one layer after the other.
+
+    Args:
+        store: records, slots and the ring.
+    """
+
+    def __init__(self, store: ExpertStore) -> None:
+        self._store, self._ring = store, store.ring
+        self._early: Staged | None = None
+
+    def room(self, layer: int) -> int:
+        """Records of a layer that one buffer holds."""
+        return self._ring.room(self._store.layers[layer].expert.record_bytes)
+
+    def prefetch(self, layer: int) -> None:
+        """Sends the first missing records of a layer on their way, if a buffer is idle."""
+        if layer >= len(self._store.layers) or self._early is not None or not self._ring.num_idle:
+            return
+        spec = self._store.layers[layer]
+        missing = np.flatnonzero(~self._store.placement.resident[layer, : spec.num_experts])
+        if len(missing):
+            size = self._group_size(layer, len(missing))
+            self._early = self._stage(layer, missing[:size].tolist())
+
+    def drop(self) -> None:
+        """Gives up what was prefetched."""
+        if self._early is not None:
+            self._ring.release(self._early)
+            self._early = None
+
+    @contextmanager
+    def groups(self, layer: int, used_E: BoolArray) -> Iterator[Iterator[Group]]:
+        """All experts of a layer, group by group in ascending id.
+
+        A group is valid until the next one is asked for; that happens on the current stream.
+
+        Args:
+            layer: MoE layer.
+            used_E: experts that are routed to; no other crosses the link now.
+        """
+        if self._early is not None and self._early.layer != layer:
+            self.drop()
+        early, self._early = self._early, None
+        resident_E = self._store.placement.resident[layer, : len(used_E)]
+        missing = np.flatnonzero(used_E & ~resident_E).tolist()
+        ranges = self._ranges(layer, missing, early)
+        goes_on = int(used_E.sum()) >= PREFETCH_SHARE * len(used_E)
+        with closing(self._run(layer, ranges, early, goes_on=goes_on)) as groups:
+            yield groups
+
+    def _run(
+        self, layer: int, ranges: Sequence[_Range], early: Staged | None, *, goes_on: bool
+    ) -> Generator[Group]:
+        """Keeps every idle buffer on its way ahead of the group that is computed on."""
+        ahead = deque[Staged]() if early is None else deque([early])
+        todo = deque(part.experts for part in ranges if part.experts)
+        if early is not None:
+            todo.popleft()
+        staged = None
+        try:
+            for part in ranges:
+                while todo and self._ring.num_idle:
+                    ahead.append(self._stage(layer, todo.popleft()))
+                if goes_on and not todo:
+                    self.prefetch(layer + 1)
+                staged = ahead.popleft() if part.experts else None
+                if staged is not None:
+                    self._ring.wait(staged)
+                yield Group(part.first, part.stop, self._addresses(layer, part, staged), staged)
+                if staged is not None:
+                    self._ring.release(staged)
+                    staged = None
+            if goes_on:  # no buffer was idle before
+                self.prefetch(layer + 1)
+        finally:  # after an error, here or in the caller
+            for left in (*ahead, *([] if staged is None else [staged])):
+                self._ring.release(left)
+
+    def _ranges(self, layer: int, missing: list[int], early: Staged | None) -> list[_Range]:
+        """Cuts a layer's experts so that what is missing of each range fits a buffer."""
+        num_experts = self._store.layers[layer].num_experts
+        parts = [] if early is None else [early.experts]
+        # Of the early range nothing more is brought: where residency has changed since, a record
+        # is read in place.
+        rest = missing if early is None else [e for e in missing if e > early.experts[-1]]
+        size = self._group_size(layer, len(rest))
+        parts += [tuple(rest[start : start + size]) for start in range(0, len(rest), size)]
+        ranges, first = [], 0
+        for part in parts:
+            ranges.append(_Range(first, part[-1] + 1, part))
+            first = part[-1] + 1
+        if not ranges:
+            return [_Range(0, num_experts, ())]
+        last = ranges.pop()
+        return [*ranges, _Range(last.first, num_experts, last.experts)]
+
+    def _group_size(self, layer: int, num_records: int) -> int:
+        """Records of a group: as few groups as possible, as even as possible."""
+        room = self.room(layer)
+        assert room > 0 or num_records == 0, "the plan gave no staging room"
+        num_groups = -(-num_records // room) if num_records else 1
+        return max(1, -(-num_records // num_groups))
+
+    def _stage(self, layer: int, experts: Sequence[int]) -> Staged:
+        size = self._store.layers[layer].expert.record_bytes
+        return self._ring.stage(layer, experts, record_bytes=size)
+
+    def _addresses(self, layer: int, part: _Range, staged: Staged | None) -> torch.Tensor:
+        """[E]: of the table within the range, of the buffer where that has the record."""
+        row_E = self._store.table.row(layer)
+        chosen = np.full(len(row_E), -1, dtype=np.int64)  # outside
+        chosen[part.first : part.stop] = 0  # as the table says
+        if staged is not None:
+            places = np.arange(len(staged.experts)) * staged.record_bytes
+            chosen[list(staged.experts)] = staged.address + places
+        chosen_E = sent(chosen, row_E.device)
+        return torch.where(chosen_E == 0, row_E, chosen_E.clamp(min=0))

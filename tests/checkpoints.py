@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from hotset.checkpoint.index import CheckpointIndex
 from hotset.checkpoint.mapping import KeyMap
+from hotset.checkpoint.packed import fold
 from hotset.checkpoint.params import ExpertParam
+from hotset.checkpoint.quantised import declared_quantisation
 from hotset.models.seam import class_config, hotset_class, model_class
 
 Records = dict[tuple[int, int], dict[str, torch.Tensor]]
@@ -44,7 +46,7 @@ def meta_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 def open_checkpoint(folder: Path, config: Any) -> Opened:
     model = meta_model(config)
     key_map = KeyMap.build(
-        CheckpointIndex.read(folder),
+        fold(CheckpointIndex.read(folder), declared_quantisation(folder)),
         model=model,
         params=model.hotset_params,
         towers=model.hotset_towers,

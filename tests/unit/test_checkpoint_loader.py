@@ -22,7 +22,7 @@ from checkpoints import (
     rewrite,
     stock_experts,
 )
-from hotset.checkpoint import loader
+from hotset.checkpoint import jobs, loader
 from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.loader import load_experts
 from hotset.checkpoint.reader import ShardReader
@@ -115,7 +115,7 @@ def test_the_librarys_converter_makes_the_same_bytes(
 ) -> None:
     """Reading rows straight into place against running the converter that it stands for."""
     folder, stock = mixtral
-    monkeypatch.setattr(loader, "stacks_rows", lambda converter: False)
+    monkeypatch.setattr(jobs, "stacks_rows", lambda converter: False)
     opened = open_checkpoint(folder, tiny_config("mixtral"))
     assert not differences(opened, load(opened, torch.float32), stock, torch.float32)
 
@@ -286,7 +286,7 @@ def test_resident_weights_load_through_the_library(tmp_path: Path, model_type: s
         model, info = cls.from_pretrained(
             None,
             config=opened.model.config,
-            state_dict=resident_state_dict(opened.key_map, reader),
+            state_dict=resident_state_dict(opened.key_map, reader, dtype=torch.float32),
             dtype=torch.float32,
             experts_implementation="hotset",
             output_loading_info=True,
@@ -310,7 +310,7 @@ def test_a_resident_weight_that_is_not_finite_is_named(tmp_path: Path, name: str
         hotset_class(type(opened.model).__base__).from_pretrained(
             None,
             config=opened.model.config,
-            state_dict=resident_state_dict(opened.key_map, reader),
+            state_dict=resident_state_dict(opened.key_map, reader, dtype=torch.float32),
             dtype=torch.float32,
         )
     file = tmp_path / "model.safetensors"
@@ -322,7 +322,7 @@ def test_a_closed_reader_opens_nothing(mixtral: tuple[Path, Any]) -> None:
     folder, _ = mixtral
     opened = open_checkpoint(folder, tiny_config("mixtral"))
     with ShardReader() as reader:
-        tensors = resident_state_dict(opened.key_map, reader)
+        tensors = resident_state_dict(opened.key_map, reader, dtype=torch.float32)
         assert tensors["lm_head.weight"][...].shape == tensors["lm_head.weight"].shape
     with pytest.raises(ValueError, match="closed"):
         tensors["lm_head.weight"][...]

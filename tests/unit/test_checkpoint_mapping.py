@@ -54,8 +54,8 @@ def _edited(source: Path, folder: Path, edit: Callable[[Tensors], Tensors | None
     """The message that the edited checkpoint is refused with."""
     shutil.copytree(source, folder, dirs_exist_ok=True)
     rewrite(folder, edit)
-    opened = open_checkpoint(folder, tiny_config(source.name.rstrip("0123456789")))
     with pytest.raises(CheckpointError) as caught:
+        opened = open_checkpoint(folder, tiny_config(source.name.rstrip("0123456789")))
         check_complete(opened.key_map, model=opened.model)
     message = caught.value.message
     assert FILE not in message or f"`{folder / FILE}`" in message
@@ -88,7 +88,8 @@ def _fused_as_well(tensors: Tensors) -> None:
     tensors[f"{EXPERTS}.down_proj"] = torch.zeros(8, 32, 16)
 
 
-FOREIGN = "tensors that no unquantised checkpoint has (1): "
+FOREIGN = "weights in a dtype that hotset does not read (1): "
+APART = "quantised weights that do not go together: "
 FIT = "the checkpoint does not fit `Qwen3MoeForCausalLM`: "
 
 FAULTS = {
@@ -186,15 +187,17 @@ FAULTS = {
             "model.layers.0.self_attn.q_proj.weight",
             torch.zeros(32, 32).to(torch.float8_e4m3fn),
         ),
-        f"{FOREIGN}`model.layers.0.self_attn.q_proj.weight` in `{FILE}` (float8_e4m3fn)",
+        f"{APART}tensor `model.layers.0.self_attn.q_proj.weight` in `{FILE}` holds float8_e4m3fn "
+        "codes without `weight_scale_inv`; expected beside it: `weight_scale_inv`",
     ),
     "scales beside expert weights": (
         _add(f"{EXPERTS}.0.up_proj.weight_scale_inv", torch.ones(1, 1)),
-        f"{FOREIGN}`{EXPERTS}.0.up_proj.weight_scale_inv` in `{FILE}` (float32)",
+        f"{APART}tensor `{EXPERTS}.0.up_proj.weight_scale_inv` in `{FILE}` is beside no quantised "
+        "weight",
     ),
     "scales beside fused weights": (
         _add(f"{EXPERTS}.down_proj_scales", torch.ones(8, 1)),
-        f"{FOREIGN}`{EXPERTS}.down_proj_scales` in `{FILE}` (float32)",
+        f"{FIT}unexpected tensors (1): `{EXPERTS}.down_proj_scales` in `{FILE}`",
     ),
 }
 

@@ -18,7 +18,7 @@ from huggingface_hub import constants, errors
 
 from hotset.checkpoint import hub
 from hotset.checkpoint.hub import wanted_files
-from hotset.checkpoint.quantised import declared_method, refuse_quantised
+from hotset.checkpoint.quantised import declared_quantisation
 from hotset.checkpoint.source import resolve_config_only, resolve_model
 from hotset.core.errors import CapacityError, CheckpointError, ConfigError, HotsetError
 
@@ -204,8 +204,8 @@ def test_a_download_that_does_not_fit_is_refused_before_it_starts(
 
 def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(fake_hub: Any) -> None:
     fake = fake_hub()
-    fake.config = '{"quantization_config": {"quant_method": "awq"}}'
-    with pytest.raises(CheckpointError, match="is quantised with `awq`"):
+    fake.config = '{"quantization_config": {"quant_method": "quark"}}'
+    with pytest.raises(CheckpointError, match="are quantised with `quark`"):
         resolve_model("owner/name")
     assert fake.downloaded == ["config.json"]
 
@@ -319,35 +319,48 @@ QUANTISED = [
         "compressed-tensors pack-quantized",
     ),
     ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, {}, "gptq"),
-    ({"quantization_config": {"bits": 3}}, {}, "an unnamed method"),
     ({}, {"quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
     ({"model_type": "mixtral", "quantization_config": None}, {}, None),
 ]
 
 
-@pytest.mark.parametrize(("config", "exported", "method"), QUANTISED)
-def test_the_declared_quantisation_is_found(
-    tmp_path: Path, config: dict[str, Any], exported: dict[str, Any], method: str | None
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
+def _write_configs(folder: Path, config: dict[str, Any], exported: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
     if exported:
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps(exported))
-    assert declared_method(tmp_path) == method
-    if method is None:
-        refuse_quantised(tmp_path)
-        return
+        (folder / "hf_quant_config.json").write_text(json.dumps(exported))
+
+
+@pytest.mark.parametrize(("config", "exported", "name"), QUANTISED)
+def test_the_declared_quantisation_is_found(
+    tmp_path: Path, config: dict[str, Any], exported: dict[str, Any], name: str | None
+) -> None:
+    _write_configs(tmp_path, config, exported)
+    found = declared_quantisation(tmp_path)
+    assert (found.name if found else None) == name
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [({"quant_method": "bitsandbytes"}, "bitsandbytes"), ({"bits": 3}, "an unnamed method")],
+)
+def test_a_method_that_is_not_read_is_refused(
+    tmp_path: Path, config: dict[str, Any], name: str
+) -> None:
+    _write_configs(tmp_path, {"quantization_config": config}, {})
     with pytest.raises(CheckpointError) as caught:
-        refuse_quantised(tmp_path)
+        resolve_config_only(str(tmp_path))
     assert caught.value.message == (
-        f"`{tmp_path}` is quantised with `{method}`, which is not supported yet"
+        f"`{tmp_path / 'config.json'}` says that the weights are quantised with `{name}`, which "
+        "hotset does not read"
     )
+    assert caught.value.hint is not None and "compressed-tensors" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["{", "[]", ""])
 def test_a_config_that_is_not_json_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="is damaged: it is not"):
-        declared_method(tmp_path)
+        declared_quantisation(tmp_path)
 
 
 def test_it_is_found_without_importing_torch() -> None:
@@ -356,9 +369,3 @@ def test_it_is_found_without_importing_torch() -> None:
         "hotset.checkpoint.index; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_quantised_models_of_the_shared_folder_are_refused(shared: Path) -> None:
-    for folder in sorted((shared / "models" / "quantised").iterdir()):
-        with pytest.raises(CheckpointError, match="is quantised with"):
-            refuse_quantised(folder)

@@ -91,7 +91,7 @@ def _missing_shard(folder: Path) -> None:
         (_truncate, "is truncated"),
         (_empty, "is empty"),
         (_other_sizes, "tensors of wrong shape"),
-        (_quantised, "no unquantised checkpoint has"),
+        (_quantised, "holds int8 codes without `scale`"),
         (_missing_shard, "lacks 1 of its 2 shards"),
     ],
 )

@@ -11,6 +11,9 @@ _BITS: dict[torch.dtype, tuple[type, type, int, int]] = {
     torch.float16: (np.int16, np.uint16, 0x7C00, 0xFC00),
     torch.float32: (np.int32, np.uint32, 0x7F80_0000, 0xFF80_0000),
     torch.float64: (np.int64, np.uint64, 0x7FF0 << 48, 0xFFF0 << 48),
+    # Without infinities: the bits of NaN of either sign, and those of the one NaN without a sign.
+    torch.float8_e4m3fn: (np.int8, np.uint8, 0x7F, 0xFF),
+    torch.float8_e8m0fnu: (np.int8, np.uint8, 0x80, 0xFF),
 }
 
 

@@ -4,18 +4,19 @@ Knows where the bytes of an expert are and how a record wants them (gate rows, t
 [out, in]); knows nothing of where records live: `destination` hands out views. Host memory beyond
 those views is one piece a thread, or one expert's pieces where the library must convert them.
 
-Three routes, all ending in the same place bit by bit:
+Four routes:
     read        the file's rows are the record's rows: read straight into it
     rearrange   transposed, interleaved or of another dtype: read to scratch, one copy
-    convert     the library's own operations, run on one expert
+    convert     the library's own operations, run on one expert; quantised pieces are dequantised
+    pack        codes and companions of quantised weights, by `packing`
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,12 @@ from threading import Event, Lock
 
 import torch
 
-from hotset.checkpoint.convert import convert_expert, stacks_rows
+from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.finite import is_finite
-from hotset.checkpoint.index import TensorEntry
+from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
+from hotset.checkpoint.packed import PackedEntry, read_packed
+from hotset.checkpoint.packing import pack
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.reader import ShardReader
 from hotset.checkpoint.resident import require_finite
@@ -56,47 +59,6 @@ class LoadReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """One expert's bytes of one checkpoint tensor; `shape` has no expert dimension."""
-
-    entry: TensorEntry
-    part: int
-    offset: int
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.entry.dtype)
-        return dtype
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Fills (rows of) one field of one record.
-
-    Attributes:
-        piece: says which parameter, and how it is converted.
-        sources: one, or all of the expert's where `convert` is set.
-        convert: run the library's converter instead of copying.
-        rows: rows of the field that a single source fills; all where it is `None`.
-    """
-
-    expert: int
-    piece: ExpertPiece
-    sources: tuple[_Source, ...]
-    convert: bool = False
-    rows: slice | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
-
-
 def load_experts(
     key_map: KeyMap,
     *,
@@ -123,58 +85,13 @@ def load_experts(
             does not fit the record's dtype; names tensor and file.
     """
     start = time.monotonic()
-    jobs = _plan_jobs(key_map)
+    jobs = plan_jobs(key_map)
     num_threads = num_threads or min(4, os.cpu_count() or 1)
     with ShardReader(keep_file_cache=keep_file_cache) as reader:
         crew = _Crew(jobs, reader, destination)
         crew.run(num_threads, progress)
     records = {(job.piece.param.layer, job.expert) for job in jobs}
     return LoadReport(crew.total_bytes, len(records), time.monotonic() - start)
-
-
-def _plan_jobs(key_map: KeyMap) -> list[_Job]:
-    """All jobs, ordered by the place of their first byte, so that disks are read forwards."""
-    pieces: dict[tuple[str, int | None], list[ExpertPiece]] = defaultdict(list)
-    for piece in key_map.pieces:
-        pieces[piece.param.full_name, piece.expert].append(piece)
-    jobs = [job for parts in pieces.values() for job in _jobs_of(parts)]
-    jobs.sort(key=lambda job: (job.sources[0].entry.file, job.sources[0].offset))
-    return jobs
-
-
-def _jobs_of(parts: list[ExpertPiece]) -> Iterator[_Job]:
-    """The jobs of one parameter and one expert, or of all experts when the tensor is fused."""
-    parts = sorted(parts, key=lambda piece: piece.part)
-    piece = parts[0]
-    experts = range(piece.param.shape[0]) if piece.expert is None else [piece.expert]
-    for expert in experts:
-        sources = tuple(_source(part, expert) for part in parts)
-        if piece.converter is None:
-            yield _Job(expert, piece, sources)
-        elif _only_stacks(piece):
-            first = 0
-            for source in sources:
-                end = first + source.shape[0]
-                yield _Job(expert, piece, (source,), rows=slice(first, end))
-                first = end
-        else:
-            yield _Job(expert, piece, sources, convert=True)
-
-
-def _only_stacks(piece: ExpertPiece) -> bool:
-    """Whether an expert's tensors go below each other in the record as they are."""
-    param, converter = piece.param, piece.converter
-    assert converter is not None
-    is_plain = not param.transposed and not param.interleaved
-    return piece.expert is not None and is_plain and stacks_rows(converter)
-
-
-def _source(piece: ExpertPiece, expert: int) -> _Source:
-    entry = piece.entry
-    if piece.expert is not None:
-        return _Source(entry, piece.part, entry.offset, entry.shape)
-    slice_bytes = entry.nbytes // entry.shape[0]
-    return _Source(entry, piece.part, entry.offset + expert * slice_bytes, entry.shape[1:])
 
 
 def as_in_module(field: torch.Tensor, param: ExpertParam) -> torch.Tensor:
@@ -195,7 +112,7 @@ def as_in_module(field: torch.Tensor, param: ExpertParam) -> torch.Tensor:
 class _Crew:
     """A few threads that work off one list of jobs in order, and stop together."""
 
-    def __init__(self, jobs: list[_Job], reader: ShardReader, destination: Destination) -> None:
+    def __init__(self, jobs: list[Job], reader: ShardReader, destination: Destination) -> None:
         self.total_bytes = sum(job.nbytes for job in jobs)
         self._jobs = iter(enumerate(jobs))
         self._reader = reader
@@ -238,11 +155,15 @@ class _Crew:
                 raise
             self._finish(job)
 
-    def _do(self, job: _Job, scratch: _Scratch) -> None:
+    def _do(self, job: Job, scratch: _Scratch) -> None:
         param = job.piece.param
-        field = self._destination(param.layer, job.expert)[param.field]
+        fields = self._destination(param.layer, job.expert)
+        if job.kind is Kind.PACK:
+            pack(self._reader, job, fields)
+            return
+        field = fields[param.field]
         rows = as_in_module(field if job.rows is None else field[job.rows], param)
-        if job.convert:
+        if job.kind is Kind.CONVERT:
             self._convert(job, rows)
             return
         (source,) = job.sources
@@ -255,20 +176,32 @@ class _Crew:
         require_finite(read, source.entry)
         _copy(read, rows, [source])
 
-    def _convert(self, job: _Job, destination: torch.Tensor) -> None:
+    def _convert(self, job: Job, destination: torch.Tensor) -> None:
         converter = job.piece.converter
-        assert converter is not None
-        sources = {}
-        for source in job.sources:
-            # Of a tensor fused over experts the converter sees a slice of one expert.
-            shape = (1, *source.shape) if job.piece.expert is None else source.shape
-            read = torch.empty(shape, dtype=source.dtype)
-            self._reader.read_into(source.entry.file, source.offset, read)
-            require_finite(read, source.entry)
-            sources[converter.source_patterns[source.part]] = read
-        _copy(convert_expert(converter, sources, job.piece.param), destination, job.sources)
+        pieces = {piece.part: self._one_expert(piece, job.expert) for piece in job.pieces}
+        if converter is None:
+            made = pieces[0]
+        else:
+            patterns = converter.source_patterns
+            sources = {patterns[part]: tensor for part, tensor in pieces.items()}
+            made = convert_expert(converter, sources, job.piece.param)
+        _copy(made, destination, job.sources)
 
-    def _finish(self, job: _Job) -> None:
+    def _one_expert(self, piece: ExpertPiece, expert: int) -> torch.Tensor:
+        """A piece as the library sees it; of a tensor fused over experts a slice of one."""
+        entry, fused = piece.entry, piece.expert is None
+        if isinstance(entry, PackedEntry):
+            tensors = read_packed(self._reader, entry, expert=expert if fused else None)
+            read = entry.format.dequantise(tensors)
+            # Tensors of all experts stand for the transpose.
+            return read.T[None] if fused else read
+        (source,) = sources_of(piece, expert)
+        read = torch.empty(source.shape, dtype=source.dtype)
+        self._reader.read_into(source.entry.file, source.offset, read)
+        require_finite(read, entry)
+        return read[None] if fused else read
+
+    def _finish(self, job: Job) -> None:
         with self._lock:
             self._done_bytes += job.nbytes
             self._left.subtract(source.entry.file for source in job.sources)
@@ -285,13 +218,13 @@ class _Scratch:
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, source: _Source) -> torch.Tensor:
+    def take(self, source: Source) -> torch.Tensor:
         if len(self._bytes) < source.nbytes:
             self._bytes = torch.empty(source.nbytes, dtype=torch.uint8)
         return self._bytes[: source.nbytes].view(source.dtype).view(source.shape)
 
 
-def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[_Source]) -> None:
+def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[Source]) -> None:
     """Rearranges and casts; finite values that the record's dtype cannot hold are an error."""
     if read.dtype != destination.dtype:
         read = read.to(destination.dtype)

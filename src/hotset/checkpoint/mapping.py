@@ -41,6 +41,9 @@ _PREDICTION = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|embed_tokens|sha
 
 TOWER_REASON = "a vision or audio tower, not loaded for text"
 BUFFER_REASON = "a buffer that the model computes by itself"
+SCALE_REASON = "scales of a quantised cache or of activations, which stay in 16 bits here"
+
+_SCALE_OF_ACTIVATIONS = re.compile(r"\.(([kvq]|prob|attn|input|output)_scale|kv_scale)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,6 @@ class ExpertPiece:
         param: the parameter.
         part: index into the converter's sources, e.g. gate 0, up 1; 0 without a converter.
         expert: id, or `None` when the tensor holds all experts of the layer.
-        suffix: empty for weights; for the companions of quantised weights what tells them apart
-            (`weight_scale`, `blocks`, ...).
         converter: what the library does with it, `None` when it is only renamed.
     """
 
@@ -61,7 +62,6 @@ class ExpertPiece:
     param: ExpertParam
     part: int
     expert: int | None
-    suffix: str
     converter: WeightConverter | None
 
 
@@ -191,7 +191,6 @@ class _Classifier:
         self._by_source = {p: c for c in self._converters for p in c.source_patterns}
         self._prefix = model.base_model_prefix
         self._params = {param.full_name: param for param in params}
-        self._param_names = {param.name for param in params}
         self._core = set(model.state_dict())
         # `rename_source_key` asks whether a name is in the stock model; any value but None does.
         self._known = dict.fromkeys(self._core | self._params.keys(), True)
@@ -207,10 +206,7 @@ class _Classifier:
         if target in self._core:
             converter = None if source is None else self._by_source[source]
             return CoreTensor(entry, target, source, converter), target
-        piece = self._piece(entry, entry.name, target, source, "")
-        for probe, suffix in () if piece else self._weight_names(entry.name):
-            piece = piece or self._piece(entry, probe, *self._rename(probe), suffix)
-        return piece, target
+        return self._piece(entry, target, source), target
 
     def _rename(self, key: str) -> tuple[str, str | None]:
         target, source = rename_source_key(
@@ -221,38 +217,22 @@ class _Classifier:
             return rename_source_key(key, [], [], self._prefix, self._known)
         return target, source
 
-    def _piece(
-        self, entry: TensorEntry, key: str, target: str, source: str | None, suffix: str
-    ) -> ExpertPiece | None:
+    def _piece(self, entry: TensorEntry, target: str, source: str | None) -> ExpertPiece | None:
         param = self._params.get(target)
         if param is None:
             return None
         if source is None:
-            return ExpertPiece(entry, param, 0, None, suffix, None)
+            return ExpertPiece(entry, param, 0, None, None)
         converter = self._by_source[source]
         part = converter.source_patterns.index(source)
         if "*." not in source:
-            return ExpertPiece(entry, param, part, None, suffix, converter)
+            return ExpertPiece(entry, param, part, None, converter)
         # The library's pattern takes anything in the place of the expert id; it must be a number.
-        renamed = apply_renamings(key, self._renamings)
+        renamed = apply_renamings(entry.name, self._renamings)
         match = re.search(source.replace("*.", r"(\d+)\."), renamed)
         if match is None:
             return None
-        return ExpertPiece(entry, param, part, int(match.group(1)), suffix, converter)
-
-    def _weight_names(self, key: str) -> list[tuple[str, str]]:
-        """Names that the weight beside a quantised companion would have, with the suffix.
-
-        `w1.weight_scale` stands beside `w1.weight`, `gate_up_proj_blocks` for `gate_up_proj`.
-        """
-        head, _, last = key.rpartition(".")
-        if last == "weight" or last.endswith("bias"):
-            return []
-        fused = [name for name in self._param_names if last.startswith(f"{name}_")]
-        return [
-            (f"{head}.weight", last),
-            *((f"{head}.{name}", last[len(name) + 1 :]) for name in fused),
-        ]
+        return ExpertPiece(entry, param, part, int(match.group(1)), converter)
 
     def layers_beyond(self, targets: Iterable[str]) -> set[int]:
         """The layers of these tensors that are beyond the model's depth."""
@@ -260,12 +240,13 @@ class _Classifier:
 
     def ignore_reason(self, target: str, prediction: set[int]) -> str | None:
         """Why a tensor that the model does not have may be left alone, if it may."""
-        if any(name.startswith(self._towers) for name in self._names(target)):
-            return TOWER_REASON
-        if _TOWER.search(target):
+        in_tower = any(name.startswith(self._towers) for name in self._names(target))
+        if in_tower or _TOWER.search(target):
             return TOWER_REASON
         if self._beyond(target) in prediction:
             return "in a layer for multi-token prediction beyond the model's own"
+        if _SCALE_OF_ACTIVATIONS.search(target):
+            return SCALE_REASON
         if any(pattern.search(target) for pattern in self._library_ignores):
             return "transformers ignores it for this model class"
         if any(pattern.search(target) for pattern in self._saved_buffers):

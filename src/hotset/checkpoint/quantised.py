@@ -1,58 +1,104 @@
 """Which quantisation a checkpoint declares, from its JSON files alone.
 
-Standard library only, so that an unsupported checkpoint is refused before anything heavy is
-imported or built. Checkpoints that do not declare theirs are caught later, by the dtypes in the
-headers (`validate`).
+Standard library only, so that a method that hotset does not read is refused before anything heavy
+is imported or built. What the tensors themselves are is found out by their names, dtypes and
+shapes (`formats`); the two are compared there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hotset.checkpoint.files import read_json
 from hotset.core.errors import CheckpointError
 
+# `quant_method` of config.json.
+METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq")
 
-def refuse_quantised(folder: Path) -> None:
-    """Refuses a quantised checkpoint, naming its method.
+_KEYS = ("quantization_config", "compression_config")
+_NAMED_BY = ("quant_method", "quant_algo", "format")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What `config.json` or `hf_quant_config.json` says.
+
+    Attributes:
+        path: the file that says it.
+        method: one of `METHODS`.
+        name: for messages, e.g. `awq`, `compressed-tensors pack-quantized`, `modelopt NVFP4`.
+        values: all that it says.
+        expert_dtype: of the config around it; DeepSeek-V4 says `fp4` there.
+    """
+
+    path: Path
+    method: str
+    name: str
+    values: Mapping[str, Any] = field(repr=False)
+    expert_dtype: str | None = None
+
+    def number(self, *names: str) -> int | None:
+        """The first of these values that is set to a number."""
+        found = (self.values.get(name) for name in names)
+        return next((value for value in found if isinstance(value, int)), None)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """A value that is true or false; `default` where it is not given."""
+        value = self.values.get(name)
+        return value if isinstance(value, bool) else default
+
+    @property
+    def weight_groups(self) -> tuple[Mapping[str, Any], ...]:
+        """The `weights` of each of compressed-tensors' `config_groups`."""
+        groups = self.values.get("config_groups")
+        found = groups.values() if isinstance(groups, dict) else ()
+        weights = (group.get("weights") for group in found if isinstance(group, dict))
+        return tuple(values for values in weights if isinstance(values, dict))
+
+
+def declared_quantisation(folder: Path) -> Declared | None:
+    """The quantisation that a folder declares, `None` without one.
 
     Raises:
-        CheckpointError: it is quantised, or a JSON file is damaged.
+        CheckpointError: it declares a method that hotset does not read, or a file is damaged.
     """
-    method = declared_method(folder)
-    if method is not None:
+    found = next(_declarations(folder), None)
+    if found is not None and found.method not in METHODS:
         raise CheckpointError(
-            f"`{folder}` is quantised with `{method}`, which is not supported yet",
-            hint="use the BF16 checkpoint that it was made from",
+            f"`{found.path}` says that the weights are quantised with `{found.name}`, which "
+            "hotset does not read",
+            hint=f"it reads {', '.join(METHODS)}; see the guide on formats",
         )
+    return found
 
 
-def declared_method(folder: Path) -> str | None:
-    """The quantisation that `config.json` or `hf_quant_config.json` declares, `None` without one.
-
-    E.g. `awq`, `fp8`, `compressed-tensors pack-quantized`, `modelopt NVFP4`.
-
-    Raises:
-        CheckpointError: a JSON file is damaged.
-    """
-    config = _read_json(folder / "config.json")
+def _declarations(folder: Path) -> Iterator[Declared]:
+    path = folder / "config.json"
+    config = _read_json(path)
     # Composite checkpoints may declare it in the part that it applies to.
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    for part in parts:
-        declared = part.get("quantization_config") or part.get("compression_config")
-        if isinstance(declared, dict):
-            return _named(declared, ("quant_method", "quant_algo", "format"))
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        values = next((part[key] for key in _KEYS if isinstance(part.get(key), dict)), None)
+        if values is not None:
+            dtype = values.get("expert_dtype") or part.get("expert_dtype")
+            yield Declared(path, *_named(values), values, dtype)
     # Older ModelOpt exports leave config.json alone.
-    exported = _read_json(folder / "hf_quant_config.json").get("quantization")
-    if isinstance(exported, dict) and exported.get("quant_algo"):
-        return _named({"quant_method": "modelopt", **exported}, ("quant_method", "quant_algo"))
-    return None
+    path = folder / "hf_quant_config.json"
+    values = _read_json(path).get("quantization")
+    if isinstance(values, dict) and values.get("quant_algo"):
+        values = {"quant_method": "modelopt", **values}
+        yield Declared(path, *_named(values), values)
 
 
-def _named(declared: dict[str, Any], keys: tuple[str, ...]) -> str:
-    words = [str(declared[key]) for key in keys if declared.get(key)]
-    return " ".join(words) if words else "an unnamed method"
+def _named(values: Mapping[str, Any]) -> tuple[str, str]:
+    """Its method, and that with what refines it."""
+    words = [str(values[key]) for key in _NAMED_BY if values.get(key)]
+    method = str(values.get("quant_method") or "").replace("_", "-")
+    # vLLM's names for it are `modelopt_fp4`, `modelopt_mixed`.
+    method = "modelopt" if method.startswith("modelopt") else method
+    return method, " ".join(words) or "an unnamed method"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ file stays mapped. Knows nothing of the module tree.
 
 from __future__ import annotations
 
+from threading import Lock
 from types import EllipsisType
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.index import TensorEntry
 from hotset.checkpoint.mapping import KeyMap
+from hotset.checkpoint.packed import PackedEntry, dequantise_entry
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
 
@@ -21,23 +23,37 @@ from hotset.core.errors import CheckpointError
 class LazyTensor:
     """A tensor that is read when it is indexed with `...`, as a safetensors slice is.
 
+    Args:
+        entry: a tensor of the files; a quantised one is dequantised when it is read.
+        reader: of the files.
+        dtype: what quantised weights are rounded to.
+        turn: held while one is dequantised. The library reads several tensors at once, and a large
+            matrix in float32 is many times its codes.
+
     Attributes:
-        shape, dtype: of the tensor in the file.
+        shape, dtype: of the tensor that is read.
     """
 
-    def __init__(self, entry: TensorEntry, reader: ShardReader) -> None:
+    def __init__(
+        self, entry: TensorEntry, reader: ShardReader, *, dtype: torch.dtype, turn: Lock
+    ) -> None:
         self._entry = entry
         self._reader = reader
+        self._turn = turn
         self.shape = torch.Size(entry.shape)
-        self.dtype: torch.dtype = getattr(torch, entry.dtype)
+        is_packed = isinstance(entry, PackedEntry)
+        self.dtype: torch.dtype = dtype if is_packed else getattr(torch, entry.dtype)
 
     def __getitem__(self, item: EllipsisType) -> torch.Tensor:
         """The whole tensor, in memory of its own.
 
         Raises:
-            CheckpointError: unreadable, or holding NaN or Inf.
+            CheckpointError: unreadable, or holding NaN, Inf or scales that no weight has.
         """
         assert item is ...
+        if isinstance(self._entry, PackedEntry):
+            with self._turn:
+                return dequantise_entry(self._reader, self._entry, self.dtype)
         return read_tensor(self._reader, self._entry)
 
 
@@ -66,17 +82,30 @@ def require_finite(tensor: torch.Tensor, entry: TensorEntry) -> None:
         )
 
 
-def resident_state_dict(key_map: KeyMap, reader: ShardReader) -> dict[str, LazyTensor]:
+def resident_state_dict(
+    key_map: KeyMap, reader: ShardReader, *, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
     """The resident tensors of a checkpoint under their names in the files.
 
     Args:
         key_map: the checkpoint, classified.
         reader: must stay open until the library has loaded them; its threads may share it.
+        dtype: what quantised weights are rounded to.
     """
-    return {t.entry.name: LazyTensor(t.entry, reader) for t in key_map.core}
+    return _lazy([tensor.entry for tensor in key_map.core], reader, dtype)
 
 
-def whole_state_dict(key_map: KeyMap, reader: ShardReader) -> dict[str, LazyTensor]:
+def whole_state_dict(
+    key_map: KeyMap, reader: ShardReader, *, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
     """The same with the experts: what the stock model is loaded from."""
-    experts = {piece.entry.name: LazyTensor(piece.entry, reader) for piece in key_map.pieces}
-    return resident_state_dict(key_map, reader) | experts
+    entries = [tensor.entry for tensor in key_map.core]
+    entries += [piece.entry for piece in key_map.pieces]
+    return _lazy(entries, reader, dtype)
+
+
+def _lazy(
+    entries: list[TensorEntry], reader: ShardReader, dtype: torch.dtype
+) -> dict[str, LazyTensor]:
+    turn = Lock()
+    return {entry.name: LazyTensor(entry, reader, dtype=dtype, turn=turn) for entry in entries}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hotset.checkpoint import hub
 from hotset.checkpoint.files import readable
-from hotset.checkpoint.quantised import refuse_quantised
+from hotset.checkpoint.quantised import declared_quantisation
 from hotset.core.errors import CheckpointError, ConfigError
 
 POCKET = "pocket"
@@ -30,8 +30,8 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        CheckpointError: no such model, no safetensors files in it, or a quantised one; the latter
-            from its configs, before weights are downloaded.
+        CheckpointError: no such model, no safetensors files in it, or one that is quantised by a
+            method that hotset does not read; the latter before weights are downloaded.
         CapacityError: the disk cannot take the download.
     """
     folder = resolve_config_only(name, revision)
@@ -45,7 +45,8 @@ def resolve_config_only(name: str, revision: str | None = None) -> Path:
     """As `resolve_model`, but of a Hub id only configs and the shard list are fetched.
 
     Raises:
-        CheckpointError: no such model, it has no `config.json`, or it is quantised.
+        CheckpointError: no such model, it has no `config.json`, or it is quantised by a method
+            that hotset does not read.
         ConfigError: a revision of what is no Hub id.
     """
     folder = local_folder(name)
@@ -55,7 +56,7 @@ def resolve_config_only(name: str, revision: str | None = None) -> Path:
             hint="leave the revision out, or give a Hub id",
         )
     folder = folder or hub.download_configs(name, revision)
-    refuse_quantised(folder)
+    declared_quantisation(folder)  # raises on a method that hotset does not read
     return folder
 
 

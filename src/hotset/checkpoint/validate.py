@@ -23,10 +23,6 @@ from hotset.core.errors import CheckpointError
 
 FLOAT_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
-_QUANTISED_HINT = (
-    "this looks like a quantised checkpoint, which is not supported yet; use the BF16 one"
-)
-
 
 def check_complete(key_map: KeyMap, *, model: PreTrainedModel) -> None:
     """Requires that the checkpoint fills every expert and every resident weight exactly once.
@@ -39,11 +35,11 @@ def check_complete(key_map: KeyMap, *, model: PreTrainedModel) -> None:
         CheckpointError: names up to five tensors of each kind of problem, with their files.
     """
     pieces = _by_param(key_map)
-    quantised = [*_wrong_dtypes(key_map, model), *_companions(key_map)]
-    if quantised:
+    foreign = [*_wrong_dtypes(key_map, model)]
+    if foreign:
         raise CheckpointError(
-            f"tensors that no unquantised checkpoint has ({len(quantised)}): {some(quantised)}",
-            hint=_QUANTISED_HINT,
+            f"weights in a dtype that hotset does not read ({len(foreign)}): {some(foreign)}",
+            hint="codes without scales are no weights; see the guide on formats for what it reads",
         )
     for piece in key_map.pieces:
         if piece.converter is not None and len(piece.converter.target_patterns) > 1:
@@ -98,11 +94,10 @@ def check_finite_core(model: nn.Module) -> None:
 
 
 def _by_param(key_map: KeyMap) -> dict[str, list[ExpertPiece]]:
-    """Weight pieces by the full name of the parameter that they belong to."""
+    """Pieces by the full name of the parameter that they belong to."""
     pieces: dict[str, list[ExpertPiece]] = defaultdict(list)
     for piece in key_map.pieces:
-        if not piece.suffix:
-            pieces[piece.param.full_name].append(piece)
+        pieces[piece.param.full_name].append(piece)
     return pieces
 
 
@@ -118,19 +113,12 @@ def _wrong_dtypes(key_map: KeyMap, model: nn.Module) -> Iterator[str]:
     """Tensors that are not floats where the model has floats, or the other way round."""
     state = model.state_dict()
     for piece in key_map.pieces:
-        if not piece.suffix and piece.entry.dtype not in FLOAT_DTYPES:
+        if piece.entry.dtype not in FLOAT_DTYPES:
             yield f"{_located(piece.entry)} ({piece.entry.dtype})"
     for tensor in key_map.core:
         wants_float = state[tensor.target].is_floating_point()
         if wants_float != (tensor.entry.dtype in FLOAT_DTYPES):
             yield f"{_located(tensor.entry)} ({tensor.entry.dtype})"
-
-
-def _companions(key_map: KeyMap) -> Iterator[str]:
-    """Scales, zero points, packed blocks: tensors beside expert weights."""
-    for piece in key_map.pieces:
-        if piece.suffix:
-            yield f"{_located(piece.entry)} ({piece.entry.dtype})"
 
 
 def _missing_experts(
@@ -188,9 +176,9 @@ def _unexpected(key_map: KeyMap) -> Iterator[str]:
 def _duplicates(key_map: KeyMap) -> Iterator[str]:
     """Two tensors for one weight, or one weight both fused and expert by expert."""
     seen: dict[tuple[object, ...], TensorEntry] = {}
-    fused = {p.param.full_name: p for p in key_map.pieces if p.expert is None and not p.suffix}
+    fused = {p.param.full_name: p for p in key_map.pieces if p.expert is None}
     for piece in key_map.pieces:
-        key = (piece.param.full_name, piece.part, piece.expert, piece.suffix)
+        key = (piece.param.full_name, piece.part, piece.expert)
         first = seen.setdefault(key, piece.entry)
         whole = fused.get(piece.param.full_name, piece)
         if first is not piece.entry or (piece.expert is not None and whole is not piece):

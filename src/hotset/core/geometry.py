@@ -187,6 +187,8 @@ class ModelGeometry:
         resident_bytes: parameters and buffers that stay in the module tree.
         resident_read_bytes: of those, what one token's forward reads: all but the embedding table,
             of which it reads a row, unless that is the output head too.
+        dequantised_bytes: of `resident_bytes`, those of weights that the checkpoint holds quantised
+            and that are kept in the compute dtype.
         kv_bytes_per_token: KV-cache growth for one token of context, all layers together.
         kv_fixed_bytes: cache that does not grow with the context (recurrent and conv states,
             and sliding-window layers, which are counted at their full window).
@@ -219,6 +221,7 @@ class ModelGeometry:
     max_context: int
     activation_bytes_per_token: int
     resident_read_bytes: int = 0
+    dequantised_bytes: int = 0
     activation_bytes_per_context_token: int = 0
     activation_bytes_per_pair: int = 0
     activation_fixed_bytes: int = 0

@@ -10,13 +10,17 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotset.checkpoint.formats import declared_weights
 from hotset.checkpoint.hub import require_safetensors
 from hotset.checkpoint.index import CheckpointIndex
 from hotset.checkpoint.mapping import BUFFER_REASON, TOWER_REASON, KeyMap
+from hotset.checkpoint.packed import fold
+from hotset.checkpoint.quantised import declared_quantisation
 from hotset.checkpoint.source import local_folder, resolve_config_only
 from hotset.checkpoint.validate import check_complete
 from hotset.core.geometry import ModelGeometry
 from hotset.models.geometry import MetaModel, build_meta, read_config
+from hotset.models.quantised import geometry_of, with_weights
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,10 @@ def describe(model: str, dtype: str | None = None, revision: str | None = None) 
     meta = build_meta(read_config(folder), dtype)
     has_weights = local_folder(model) is not None and _has_weights(folder)
     if has_weights:
-        read_keys(folder, meta)
-    return Description(meta.geometry, has_weights)
+        keys = read_keys(folder, meta)
+        return Description(geometry_of(meta, keys), weights_checked=True)
+    weights = declared_weights(declared_quantisation(folder))
+    return Description(with_weights(meta.geometry, weights), weights_checked=False)
 
 
 def read_keys(folder: Path, meta: MetaModel) -> KeyMap:
@@ -61,7 +67,7 @@ def read_keys(folder: Path, meta: MetaModel) -> KeyMap:
     Raises:
         CheckpointError: files are missing or damaged, or hold not exactly what the model needs.
     """
-    index = CheckpointIndex.read(folder)
+    index = fold(CheckpointIndex.read(folder), declared_quantisation(folder))
     keys = KeyMap.build(index, model=meta.model, params=meta.params, towers=meta.towers)
     check_complete(keys, model=meta.model)
     left = Counter(reason for _, reason in keys.ignored)

@@ -91,6 +91,9 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(
             f"`{path}` is not usable: {_reason(error)}", hint=_PUBLISHED_HINT
         ) from error
+    # Weights are read, and where needed dequantised, by hotset: to the library they are plain.
+    for part in (config, config.get_text_config()):
+        part.__dict__.pop("quantization_config", None)
     return config
 
 

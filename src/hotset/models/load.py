@@ -50,7 +50,7 @@ def load_resident(
         loaded: Any = cls.from_pretrained(
             None,
             config=class_config(stock, config),
-            state_dict=resident_state_dict(keys, reader),
+            state_dict=resident_state_dict(keys, reader, dtype=getattr(torch, dtype)),
             dtype=getattr(torch, dtype),
             experts_implementation=IMPLEMENTATION,
             # Straight to the device; without it the library would fill host memory first.

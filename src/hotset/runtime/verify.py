@@ -100,7 +100,8 @@ def require_text(text_ids: Sequence[int], name: str = "the text") -> None:
 
 def check_records(engine: Engine, source: CheckpointWeights) -> Check:
     """Every record of the arena against the checkpoint's files, byte for byte."""
-    wrong = list(audit_records(source.keys, engine.store.fields))
+    experts = [layer.expert for layer in engine.geometry.layers]
+    wrong = list(audit_records(source.keys, engine.store.fields, experts))
     num_records = engine.geometry.num_records
     return Check(
         "records", not wrong, _first(wrong) or f"{num_records} records equal the checkpoint's bytes"
@@ -294,7 +295,7 @@ def stock_model(source: CheckpointWeights) -> PreTrainedModel:
         model: PreTrainedModel = stock.from_pretrained(
             None,
             config=class_config(stock, source.config),
-            state_dict=whole_state_dict(source.keys, reader),
+            state_dict=whole_state_dict(source.keys, reader, dtype=torch.float32),
             dtype=torch.float32,
             experts_implementation="eager",
         )

@@ -21,6 +21,7 @@ from hotset.experts.store import ExpertStore
 from hotset.models.describe import read_keys
 from hotset.models.geometry import build_meta, read_config
 from hotset.models.load import load_resident
+from hotset.models.quantised import geometry_of
 from hotset.runtime.text import Text
 
 # (bytes done, bytes in all)
@@ -64,11 +65,12 @@ class CheckpointWeights:
         self.config = read_config(self.folder)
         self.meta = build_meta(self.config, dtype)
         self.keys = read_keys(self.folder, self.meta)
+        self._geometry = geometry_of(self.meta, self.keys)
         self._text = Text(self.folder, self.config)
 
     @property
     def geometry(self) -> ModelGeometry:
-        return self.meta.geometry
+        return self._geometry
 
     @property
     def text(self) -> Text:

@@ -1,0 +1,223 @@
+"""Quantised matrices as the weights that they stand for.
+
+`fold` puts one entry in the place of codes and companions: it has the name and shape that an
+unquantised checkpoint has, so that whoever sorts, checks or loads tensors by name need not know of
+formats. `read_packed` reads the pieces of one matrix and checks their values. Knows nothing of
+experts or records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+
+from hotset.checkpoint.finite import is_finite
+from hotset.checkpoint.formats import SUFFIXES, recognise
+from hotset.checkpoint.formats.base import MatrixFormat, located
+from hotset.checkpoint.index import CheckpointIndex, TensorEntry, some
+from hotset.checkpoint.quantised import Declared
+from hotset.checkpoint.reader import ShardReader
+from hotset.core.errors import CheckpointError
+
+# Companions that no unquantised module calls its own parameters by.
+_ONLY_QUANTISED = {
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_shape"),
+    *("weight_global_scale", "weight_zero_point", "weight_g_idx", "qscale_weight"),
+    *("qweight", "qzeros"),
+}
+
+# gpt-oss: `gate_up_proj_blocks` stands for the parameter `gate_up_proj`.
+_FUSED = re.compile(r"(.+)_(blocks|scales)")
+
+# No single weight that a scale allows is larger.
+_MOST_SINGLE = 2.0**14
+# An E8M0 scale that was converted by value instead of by bits is 2^-127.
+_LEAST_TYPICAL = 2.0**-100
+
+# Scales of a matrix that are looked at; the whole of it would take as long as reading it.
+_NUM_SAMPLED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry(TensorEntry):
+    """A weight that the files hold quantised.
+
+    As a `TensorEntry` it is what it stands for: `dtype` is that of `MatrixFormat.dequantise`, while
+    `file` and `offset` are those of its codes and `nbytes` counts all that is read.
+
+    Attributes:
+        format: how it is packed.
+        parts: its tensors by suffix, those that are not needed left out.
+    """
+
+    format: MatrixFormat
+    parts: dict[str, TensorEntry]
+
+
+def fold(index: CheckpointIndex, declared: Declared | None) -> CheckpointIndex:
+    """The same checkpoint with one entry for each quantised matrix.
+
+    Args:
+        index: as the files have it.
+        declared: what the configs say of it.
+
+    Raises:
+        CheckpointError: matrices whose tensors are not those of a known format, or not all of them;
+            or an unquantised weight with companions of a quantised one.
+    """
+    groups: dict[str, dict[str, TensorEntry]] = defaultdict(dict)
+    for entry in index.values():
+        stands_for, suffix = _split(entry.name)
+        groups[stands_for][suffix] = entry
+    entries: list[TensorEntry] = []
+    problems: list[CheckpointError] = []
+    for stands_for, group in groups.items():
+        try:
+            entries += _fold_group(stands_for, group, declared)
+        except CheckpointError as error:
+            problems.append(error)
+    if problems:
+        count = f" ({len(problems)})" if len(problems) > 1 else ""
+        said = some([error.message for error in problems])
+        raise CheckpointError(
+            f"quantised weights that do not go together{count}: {said}", hint=problems[0].hint
+        )
+    return CheckpointIndex({entry.name: entry for entry in entries})
+
+
+def _fold_group(
+    stands_for: str, group: dict[str, TensorEntry], declared: Declared | None
+) -> list[TensorEntry]:
+    """All tensors that could belong to one matrix: as one, or as they are."""
+    companions = {suffix: entry for suffix, entry in group.items() if suffix}
+    format_ = recognise(companions, declared) if companions else None
+    if format_ is None:
+        orphans = sorted(companions.keys() & _ONLY_QUANTISED)
+        if orphans:
+            raise CheckpointError(
+                f"{located(companions[orphans[0]])} is beside no quantised weight",
+                hint="is the checkpoint complete, and of one piece?",
+            )
+        return list(group.values())
+    if "" in group:
+        raise CheckpointError(
+            f"{located(group[''])} is there unquantised, and as {format_.label} too",
+            hint="remove the files that do not belong to this checkpoint",
+        )
+    parts = {s: entry for s, entry in companions.items() if s not in format_.unused}
+    return [_packed(stands_for, format_, parts)]
+
+
+def _split(name: str) -> tuple[str, str]:
+    """What a tensor would stand for, and its suffix: empty for one that cannot belong to codes."""
+    head, _, last = name.rpartition(".")
+    if last in SUFFIXES:
+        return f"{head}.weight", last
+    fused = _FUSED.fullmatch(last)
+    if fused:
+        return f"{head}.{fused.group(1)}", fused.group(2)
+    return name, ""
+
+
+def _packed(name: str, format_: MatrixFormat, parts: dict[str, TensorEntry]) -> PackedEntry:
+    codes = max(parts.values(), key=lambda entry: entry.nbytes)
+    return PackedEntry(
+        name,
+        codes.file,
+        "float32",
+        format_.shape,
+        codes.offset,
+        sum(entry.nbytes for entry in parts.values()),
+        format_,
+        parts,
+    )
+
+
+def read_packed(
+    reader: ShardReader,
+    entry: PackedEntry,
+    *,
+    expert: int | None = None,
+    without: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one matrix by suffix, checked.
+
+    Args:
+        reader: of the files.
+        entry: the matrix.
+        expert: of a tensor that holds all experts, the one to read.
+        without: a suffix that is read elsewhere.
+
+    Raises:
+        CheckpointError: a file cannot be read, or see `check_values`.
+    """
+    tensors = {}
+    for suffix, part in entry.parts.items():
+        if suffix == without:
+            continue
+        offset, shape = part.offset, part.shape
+        if expert is not None:
+            offset += expert * (part.nbytes // shape[0])
+            shape = shape[1:]
+        tensors[suffix] = torch.empty(shape, dtype=getattr(torch, part.dtype))
+        reader.read_into(part.file, offset, tensors[suffix])
+    check_values(entry, tensors)
+    return tensors
+
+
+def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype) -> torch.Tensor:
+    """The weight that an entry stands for, in its shape, rounded once to `dtype`.
+
+    Raises:
+        CheckpointError: as `read_packed`.
+    """
+    if len(entry.shape) == 2:
+        return entry.format.dequantise(read_packed(reader, entry)).to(dtype)
+    made = torch.empty(entry.shape, dtype=dtype)
+    for expert in range(entry.shape[0]):
+        # Tensors of all experts stand for the transpose.
+        made[expert] = entry.format.dequantise(read_packed(reader, entry, expert=expert)).T
+    return made
+
+
+def damaged(part: TensorEntry) -> CheckpointError:
+    """The error of a tensor with NaN or Inf."""
+    return CheckpointError(
+        f"{located(part)} holds NaN or Inf",
+        hint="the file is damaged or was written wrongly; download it again",
+    )
+
+
+def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
+    """Requires that codes and scales are numbers, and scales such as weights have.
+
+    Raises:
+        CheckpointError: NaN or Inf, or a magnitude that no weight has (scales that were inverted,
+            or converted by value); names tensor, file and magnitude.
+    """
+    name = entry.format.scale
+    for suffix, tensor in tensors.items():
+        is_e8m0 = suffix == name and tensor.dtype == torch.uint8
+        if not is_finite(tensor.view(torch.float8_e8m0fnu) if is_e8m0 else tensor):
+            raise damaged(entry.parts[suffix])
+    # An odd step, so that a sample does not keep to the same columns.
+    step = max(1, tensors[name].numel() // _NUM_SAMPLED) | 1
+    sample = tensors | {name: tensors[name].reshape(-1)[::step]}
+    largest = entry.format.largest(sample)
+    typical, most = float(largest.median()), float(largest.max())
+    part, limit = entry.parts[name], entry.format.most_typical
+    if not (typical <= limit and most <= _MOST_SINGLE):
+        raise CheckpointError(
+            f"by `{part.name}` in `{part.file}` weights are as large as {typical:.3g} (typical) "
+            f"and {most:.3g} (any), expected at most {limit:.0f} and {_MOST_SINGLE:.0f}",
+            hint="its scales look inverted; was the checkpoint written for another program?",
+        )
+    if 0 < typical < _LEAST_TYPICAL:
+        raise CheckpointError(
+            f"by `{part.name}` in `{part.file}` weights are as small as {typical:.3g}, which is "
+            "no number that training leaves",
+            hint="its scales look converted by value instead of by bits; download it again",
+        )

@@ -1,0 +1,144 @@
+"""Anthropic's content blocks, and what chat templates take instead. Text only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from hotset.core.errors import RequestError
+from hotset.server import wire
+from hotset.server.ask import Message
+from hotset.server.chat_messages import template_call
+
+
+class Cached(wire.Part):
+    """`cache_control` changes nothing of an answer: prefixes are kept anyway."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(Cached):
+    type: Literal["text"]
+    text: str
+
+
+class SystemText(TextBlock):
+    """A piece of the system prompt."""
+
+
+class ThinkingBlock(wire.Part):
+    """What the model thought earlier; there is nothing to sign here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Cached):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Cached):
+    """What a tool gave. Templates know no `is_error`: the text has to say it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+_KINDS = ("text", "thinking", "tool_use", "tool_result")
+
+
+class MessageParam(wire.Part):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: str | Annotated[list[Block], Field(min_length=1)]
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _known_blocks(cls, value: object) -> object:
+        blocks = value if isinstance(value, list) else []
+        for number, block in enumerate(blocks):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind not in _KINDS:
+                raise ValueError(f"`content[{number}].type` is {kind!r}: it is not supported")
+        return value
+
+
+def to_template(
+    system: str | Sequence[SystemText] | None, messages: Sequence[MessageParam]
+) -> list[Message]:
+    """As chat templates take them.
+
+    Raises:
+        RequestError: a block in a turn of the wrong role, or the last turn is the assistant's.
+    """
+    if messages[-1].role == "assistant":
+        raise RequestError(
+            "the last message is the assistant's; to go on with it is not supported",
+            option="messages",
+        )
+    made: list[Message] = []
+    if system is not None:
+        made.append({"role": "system", "content": _text(system)})
+    for number, message in enumerate(messages):
+        if isinstance(message.content, str):
+            made.append({"role": message.role, "content": message.content})
+        else:
+            turn = _of_assistant if message.role == "assistant" else _of_user
+            made += turn(message.content, f"messages[{number}].content")
+    return made
+
+
+def _of_user(blocks: Sequence[Block], where: str) -> list[Message]:
+    """Results become messages of the tools; what is said beside them comes after."""
+    made: list[Message] = []
+    texts = []
+    for number, block in enumerate(blocks):
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif isinstance(block, TextBlock):
+            texts.append(block.text)
+        else:
+            raise _misplaced(block, f"{where}[{number}]", "user")
+    if texts:
+        made.append({"role": "user", "content": "".join(texts)})
+    return made
+
+
+def _of_assistant(blocks: Sequence[Block], where: str) -> list[Message]:
+    text, thinking, calls = "", "", []
+    for number, block in enumerate(blocks):
+        if isinstance(block, TextBlock):
+            text += block.text
+        elif isinstance(block, ThinkingBlock):
+            thinking += block.thinking
+        elif isinstance(block, ToolUseBlock):
+            calls.append(template_call(block.id, block.name, block.input))
+        else:
+            raise _misplaced(block, f"{where}[{number}]", "assistant")
+    made: dict[str, Any] = {"role": "assistant", "content": text}
+    if thinking:
+        made["reasoning_content"] = thinking
+    if calls:
+        made["tool_calls"] = calls
+    return [made]
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _misplaced(block: Block, where: str, role: str) -> RequestError:
+    return RequestError(f"`{where}` is a `{block.type}` in a turn of `{role}`", option=where)

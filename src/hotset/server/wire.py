@@ -1,0 +1,148 @@
+"""What the bodies of all wire formats share: strictness, sampling, texts, and JSON out.
+
+A field that is not declared is refused by its name. One that is declared has an effect, or is of
+no consequence to the answer and says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from hotset.core.errors import RequestError
+from hotset.core.request import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TEMPERATURE, MAX_TOP_LOGPROBS
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
+
+
+def dump(data: object) -> bytes:
+    """JSON in UTF-8; half a surrogate pair, which UTF-8 cannot hold, is written as an escape."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+class Json(JSONResponse):
+    """A JSON response by `dump`."""
+
+    def render(self, content: Any) -> bytes:
+        return dump(content)
+
+
+class Part(BaseModel):
+    """A JSON object within a body: nothing unknown, no type taken for another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Body(Part):
+    """A whole body. `null` at its top level means the same as leaving the field out.
+
+    Attributes:
+        NEUTRAL: fields that are not supported, with the values that ask for nothing.
+    """
+
+    NEUTRAL: ClassVar[Mapping[str, Sequence[object]]] = {}
+
+    model: Name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nothing(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if value is not None and not _same(value, cls.NEUTRAL.get(name, ()))
+        }
+
+
+def _same(value: object, neutral: Sequence[object]) -> bool:
+    return any(type(value) is type(known) and value == known for known in neutral)
+
+
+class Sampled(Body):
+    """Sampling, under the names that OpenAI, vLLM and others have given it."""
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]] | None = (
+        None
+    )
+
+    def sampling(self) -> dict[str, Any]:
+        """What was given, by the names of `SamplingParams`.
+
+        Raises:
+            RequestError: a key of `logit_bias` that is no token id.
+        """
+        names = (
+            *("temperature", "top_p", "min_p", "seed"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        )
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.top_k is not None:
+            given["top_k"] = max(self.top_k, 0)  # vLLM's word for off is -1
+        if self.logit_bias is not None:
+            given["logit_bias"] = {_token(key): bias for key, bias in self.logit_bias.items()}
+        return given
+
+
+def _token(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) < 10):
+        raise RequestError(
+            f"`logit_bias` has the key {key!r}, it must be a token id", option="logit_bias"
+        )
+    return int(key)
+
+
+class StreamOptions(Part):
+    """`include_usage`: a last chunk with the counts of tokens."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+
+
+def stops(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """One string, several, or none."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def json_object(text: str, *, name: str) -> dict[str, Any]:
+    """The JSON object that a text holds; an empty text is an empty one.
+
+    Raises:
+        RequestError: it holds none.
+    """
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"`{name}` is no JSON: {error}", option=name) from error
+    if not isinstance(value, dict):
+        raise RequestError(f"`{name}` must be a JSON object", option=name)
+    return value
+
+
+def logprob(value: float) -> float:
+    """JSON has no infinity; -9999 is what OpenAI's API writes instead."""
+    return max(value, -9999.0)

@@ -1,0 +1,109 @@
+"""A running server whose model says what a test wants, and the clients to ask it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import openai
+from scripted import ScriptedScheduler, running
+
+from hotset.runtime.routing import Traffic
+from hotset.runtime.text import Text
+from hotset.server.config import ServerConfig
+from hotset.server.served import Served
+from hotset.server.state import Figures
+from vocabulary import BYTE_VOCAB, byte_ids
+
+NAME = "scripted"
+END_ID = 1
+
+# As Qwen3's: tools as JSON, a switch for thinking, calls between tags.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<start>system\n# Tools\n<tools>{% for tool in tools %}"
+    "{{ tool | tojson }}\n{% endfor %}</tools>\n<tool_call>\n"
+    '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><end>\n{% endif %}'
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('a system message comes first') }}{% endif %}<start>{{ m['role'] }}\n"
+    "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m['content'] }}{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<start>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% endif %}{% endif %}"
+)
+
+
+class NoState:
+    """Of an engine that is not there."""
+
+    def figures(self) -> Figures:
+        return Figures(Traffic(steps=3, used=10, hits=7, link_bytes=3000, fills=2))
+
+    def plan(self) -> dict[str, Any]:
+        return {"fits": True}
+
+    def heat(self) -> dict[str, Any]:
+        return {"steps": 3, "layers": [{"use": [4, 6], "missed": [3, 0], "resident": [0, 1]}]}
+
+
+@dataclass
+class Scripted:
+    """A running server whose model says what a test wants.
+
+    Attributes:
+        url: of the server.
+        scheduler: what it is served by.
+        served: what it serves.
+    """
+
+    scheduler: ScriptedScheduler
+    served: Served
+    url: str = ""
+
+    def say(self, text: str | bytes) -> None:
+        """From now on every answer is this."""
+        self.scheduler.script = lambda request: byte_ids(text)
+
+    def ended(self) -> None:
+        """Waits until every request has ended."""
+        deadline = time.monotonic() + 10
+        while self.scheduler.rows:
+            assert time.monotonic() < deadline, "a request has no end"
+            time.sleep(0.005)
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **options
+        )
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        return anthropic.Anthropic(
+            base_url=self.url, api_key="none", max_retries=0, timeout=20, **options
+        )
+
+
+@contextmanager
+def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> Iterator[Scripted]:
+    """A server over a scripted scheduler.
+
+    Args:
+        options: of the scheduler.
+    """
+    scheduler = ScriptedScheduler(lambda request: byte_ids("Hello"), **options)
+    served = Served.of(
+        scheduler,
+        names=(NAME, "alias"),
+        text=text,
+        vocab=BYTE_VOCAB,
+        context_tokens=scheduler.context_tokens,
+        stop_ids=frozenset({END_ID}),
+        state=NoState(),
+    )
+    with running(served, config) as url:
+        yield Scripted(scheduler, served, url)

@@ -40,7 +40,8 @@ class Guard:
             return
         headers = Headers(scope=scope)
         problem = (
-            self._wrong_host(headers)
+            self._long_head(scope)
+            or self._wrong_host(headers)
             or self._wrong_key(scope["path"], headers)
             or self._too_large(headers)
         )
@@ -48,6 +49,17 @@ class Guard:
             await _refuse(problem, scope["path"], send)
             return
         await self._app(scope, self._counted(receive), send)
+
+    def _long_head(self, scope: Scope) -> Problem | None:
+        """The parser's own limit holds only for what comes in several pieces."""
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if (
+            size + len(scope["raw_path"]) + len(scope["query_string"])
+            <= self._config.max_header_bytes
+        ):
+            return None
+        limit = format_bytes(self._config.max_header_bytes)
+        return Problem(431, f"the request's head is larger than {limit}", code="head_too_large")
 
     def _wrong_host(self, headers: Headers) -> Problem | None:
         if not self._config.loopback:

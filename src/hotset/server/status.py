@@ -50,7 +50,7 @@ class Status:
         }
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Status and body: 200 while steps end, 503 when the engine stalls, drains or has failed."""
+        """Status and body: 200 while steps end, 503 where the engine stalls, ends or has failed."""
         seconds = self._loop.seconds_without_progress
         if self._loop.error is not None:
             word = "failed"

@@ -62,6 +62,10 @@ class Body(Part):
     def _without_nothing(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError("the body has half a surrogate pair, which is no text") from error
         return {
             name: value
             for name, value in values.items()

@@ -1,0 +1,218 @@
+"""Wrong bodies, headers and parameters: a status, words, and a server that goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from clients import NAME, Scripted
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT = {"model": NAME, "messages": USER}
+
+
+def post(server: Scripted, path: str, body: Any, **headers: str) -> tuple[int, Any]:
+    """Status and JSON; a body of bytes goes as it is."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx2.post(
+        f"{server.url}{path}",
+        content=content,
+        headers={"content-type": "application/json", **headers},
+        timeout=20,
+    )
+    return answer.status_code, answer.json()
+
+
+def refused(server: Scripted, path: str = "/v1/chat/completions", **changes: Any) -> dict[str, Any]:
+    """The error of a request that is right but for these fields."""
+    status, body = post(server, path, {**CHAT, **changes})
+    assert status == 400, body
+    assert server.scheduler.rows == {}
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b"{}"],
+    ids=lambda body: repr(body[:8]),
+)
+def test_bodies_that_are_none(server: Scripted, path: str, body: bytes) -> None:
+    """SV-08."""
+    status, answer = post(server, path, body)
+    assert status == 400 and answer["error"]["message"]
+    assert "Traceback" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{}],
+        "hi",
+        [{"content": "hi"}],
+        [{"role": "wizard", "content": "hi"}],
+        [{"role": "assistant", "content": None}],
+        [{"role": "user"}],
+        [{"role": "tool", "content": "hi"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc"}}]}],
+        [{"role": "user", "content": "hi", "tool_calls": []}],
+        [{"role": "user", "content": "hi", "surprise": 1}],
+    ],
+    ids=lambda messages: json.dumps(messages)[:40],
+)
+def test_messages_that_are_none(server: Scripted, messages: Any) -> None:
+    """SV-09."""
+    error = refused(server, messages=messages)
+    assert error["type"] == "invalid_request_error" and error["param"].startswith("messages")
+
+
+@pytest.mark.parametrize("name", ["messages", "model", "stop", "user", "\ud800"])
+def test_half_a_character_is_no_text(server: Scripted, name: str) -> None:
+    wrong: Any = [{"role": "user", "content": "\ud800"}] if name == "messages" else "\ud800"
+    assert "surrogate" in refused(server, **{name: wrong})["message"]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "5", True, 10**30])
+def test_lengths_that_are_none(server: Scripted, name: str, value: object) -> None:
+    """SV-07."""
+    error = refused(server, **{name: value})
+    assert error["param"] == name and f"`{name}`" in error["message"]
+
+
+def test_null_is_the_default(server: Scripted) -> None:
+    status, body = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": None, "stop": None})
+    assert status == 200 and body["choices"][0]["message"]["content"] == "Hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [0, -1, 129, 1.5, "2"])
+def test_choices_that_are_none(server: Scripted, value: object, stream: bool) -> None:
+    """SV-13."""
+    assert refused(server, n=value, stream=stream)["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("temperature", 101, None),
+        ("temperature", "hot", None),
+        ("top_p", 0, None),
+        ("seed", -1, None),
+        ("logit_bias", {"one": 1}, None),
+        ("logit_bias", {"5": 101}, "logit_bias"),
+        ("logit_bias", {"999999": 1}, "logit_bias"),
+        ("top_logprobs", 2, None),
+        ("stream_options", {"include_usage": True}, None),
+        ("stop", [""], "stop"),
+        ("stop", ["x"] * 17, None),
+        ("response_format", {"type": "grammar"}, "response_format"),
+        ("response_format", {"type": "json_schema"}, "response_format"),
+        ("reasoning_effort", "high", None),
+        ("chat_template_kwargs", {"chat_template": "{{ 1 }}"}, "chat_template"),
+        ("chat_template_kwargs", {"messages": "x"}, "messages"),
+        ("chat_template_kwargs", {"tokenize": False}, "tokenize"),
+        ("audio", {"voice": "x"}, None),
+        ("store", True, None),
+        ("trust_remote_code", True, None),
+        ("functions", [], None),
+    ],
+)
+def test_parameters_are_refused_by_name(
+    server: Scripted, name: str, value: object, param: str | None
+) -> None:
+    error = refused(server, **{name: value})
+    assert error["param"].startswith(param or name)
+    assert f"`{error['param']}" in error["message"]
+
+
+def test_what_changes_nothing_is_taken(server: Scripted) -> None:
+    body = {**CHAT, "user": "me", "store": False, "service_tier": "auto", "metadata": {"a": "b"}}
+    assert post(server, "/v1/chat/completions", body)[0] == 200
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(server: Scripted) -> None:
+    status, body = post(
+        server, "/v1/completions", {"model": NAME, "prompt": "x" * 5000, "max_tokens": 5}
+    )
+    assert status == 400
+    assert "5001 prompt tokens and 5 new ones" in body["error"]["message"]
+    assert "4096" in body["error"]["message"]
+
+
+def test_what_a_template_refuses_is_said(server: Scripted) -> None:
+    """SV-10."""
+    error = refused(server, messages=[*USER, {"role": "system", "content": "late"}])
+    assert "a system message comes first" in error["message"]
+
+
+def test_another_model_is_not_found(server: Scripted) -> None:
+    with pytest.raises(openai.NotFoundError) as info:
+        server.openai().chat.completions.create(model="gpt-6", messages=USER)  # type: ignore[arg-type]
+    assert info.value.code == "model_not_found" and f"`{NAME}`" in info.value.message
+    with pytest.raises(anthropic.NotFoundError):
+        server.anthropic().messages.create(model="claude", messages=USER, max_tokens=1)  # type: ignore[arg-type]
+    assert server.openai().chat.completions.create(model="alias", messages=USER).model == NAME  # type: ignore[arg-type]
+
+
+def test_embeddings_are_refused(server: Scripted) -> None:
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        server.openai().embeddings.create(model=NAME, input="hi")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/v1/chat/completions", 405), ("POST", "/v2/chat", 404), ("GET", "/v1/models/x", 404)],
+)
+def test_paths_and_methods(server: Scripted, method: str, path: str, status: int) -> None:
+    answer = httpx2.request(method, f"{server.url}{path}")
+    assert answer.status_code == status and answer.json()["error"]["message"]
+
+
+def test_a_large_body_is_refused_before_it_is_read(server: Scripted) -> None:
+    """SV-08: 50 MB, with a length and without one."""
+
+    def pieces() -> Any:
+        for _ in range(50):
+            yield b"x" * 2**20
+
+    url = f"{server.url}/v1/chat/completions"
+    for content in (b"x" * 50 * 2**20, pieces()):
+        try:
+            status = httpx2.post(url, content=content, timeout=20).status_code
+        except (httpx2.WriteError, httpx2.ReadError):  # it was cut off while it was sent
+            status = 413
+        assert status == 413
+    assert post(server, "/v1/chat/completions", CHAT)[0] == 200
+
+
+def test_large_headers_are_refused(server: Scripted) -> None:
+    answer = httpx2.get(f"{server.url}/health", headers={"x-large": "x" * 2**15})
+    assert answer.status_code in (400, 431)
+
+
+def test_a_form_of_another_site_is_no_request(server: Scripted) -> None:
+    """A browser sends it without asking first, but only as a form or as plain text."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        status, _ = post(server, "/v1/chat/completions", CHAT, **{"content-type": kind})
+        assert status == 400
+
+
+def test_words_that_are_no_http(server: Scripted) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for data in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(data)
+            assert connection.recv(1000).startswith(b"HTTP/1.1 4")
+    assert httpx2.get(f"{server.url}/health").status_code == 200

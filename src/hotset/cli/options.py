@@ -35,6 +35,37 @@ Context = Annotated[
 PrefillChunk = Annotated[
     int | None, typer.Option(help="Most prompt tokens in one forward. Default: what fits.")
 ]
+MaxBatch = Annotated[
+    int,
+    typer.Option(help="Most requests that are answered at the same time; the others wait."),
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of KV cache for all of them together. Default: the longest context for one, "
+        "and up to 4,096 tokens for each other."
+    ),
+]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        help="No bit of an answer depends on what is answered beside it. Each request then runs "
+        "its own steps, which is slower for several."
+    ),
+]
+PrefixReuse = Annotated[
+    bool,
+    typer.Option(
+        help="Keep what prompts and answers left in the KV cache, for requests that begin alike. "
+        "Low bits may depend on what was reused, unless `--batch-invariant`."
+    ),
+]
+PrefillShare = Annotated[
+    float,
+    typer.Option(
+        help="Share of the time that a long prompt gets while others are answered, above 0 to 1."
+    ),
+]
 KernelsOption = Annotated[
     str | None,
     typer.Option("--kernels", help="Force `triton` or `reference`. Default: by the device."),

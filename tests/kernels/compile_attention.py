@@ -14,7 +14,7 @@ from compile_kernels import AbsentGPU, Compiled
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hotset.kernels import attention_decode, device, kv_write
+from hotset.kernels import attention_decode, attention_prefill, device, kv_write
 
 
 def layer(
@@ -27,6 +27,16 @@ def layer(
     kv_write.write_kv(*new, *pools, table_BN, lengths_B)
     q_BQD = torch.empty(2, num_heads, key_dim, dtype=dtype)
     attention_decode.decode_attention(q_BQD, *pools, table_BN, lengths_B, scale=0.1, **how)
+
+
+def prompt(
+    num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, **how: Any
+) -> None:
+    """The end of a prompt that goes on."""
+    q_QTD = torch.empty(num_heads, 300, key_dim, dtype=dtype)
+    k_HPD = torch.empty(num_kv_heads, 700, key_dim, dtype=dtype)
+    v_HPD = torch.empty(num_kv_heads, 700, value_dim, dtype=dtype)
+    attention_prefill.prefill_attention(q_QTD, k_HPD, v_HPD, scale=0.1, **how)
 
 
 def main(capability: int) -> None:
@@ -44,6 +54,16 @@ def main(capability: int) -> None:
     case("odd", 12, 4, 192, 80, torch.float16, softcap=30.0)
     case("wide", 16, 2, 512, 512, bf16)
     case("fp32", 8, 2, 64, 64, torch.float32)
+    for name, *shape in (
+        ("prompt", 32, 4, 128, 128, bf16),
+        ("prompt, wide", 16, 2, 256, 256, bf16),
+        ("prompt, unequal", 12, 4, 192, 128, torch.float16),
+        ("prompt, fp32", 8, 2, 64, 64, torch.float32),
+    ):
+        prompt(*shape)
+        rows.extend(compiled.facts(name))
+    prompt(64, 8, 64, 64, bf16, window=128, sinks_Q=torch.empty(64, dtype=bf16), softcap=30.0)
+    rows.extend(compiled.facts("prompt, sinks, window and cap"))
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -13,6 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("compile_attention.py")
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
+PREFILL = "_prefill_kernel"
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,27 @@ def test_partial_results_are_summed_16_bytes_at_a_time(
     assert facts["group 8", REDUCE]["loads_16_bytes"] >= 8
 
 
+@pytest.mark.parametrize(
+    "case", ["prompt", "prompt, wide", "prompt, unequal", "prompt, sinks, window and cap"]
+)
+def test_a_prompts_keys_stream_into_tensor_cores(
+    facts: dict[tuple[str, str], dict[str, Any]], case: str
+) -> None:
+    row = facts[case, PREFILL]
+    assert row["tensor_core"] > 0 and row["async_copies_16_bytes"] > 0, row
+    assert row["async_copies"] == row["async_copies_16_bytes"], row
+    # A block of the smallest supported card has as much.
+    assert row["shared_bytes"] <= 99 * 1024, row
+
+
 def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    row = facts["fp32", PARTIAL]
-    assert row["tensor_core"] == 0 and row["tf32"] == 0, row
+    for row in (facts["fp32", PARTIAL], facts["prompt, fp32", PREFILL]):
+        assert row["tensor_core"] == 0 and row["tf32"] == 0, row
 
 
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
     cases = {case for case, _ in facts}
-    assert len(cases) == 5
-    assert facts.keys() == {(case, kernel) for case in cases for kernel in (PARTIAL, REDUCE, WRITE)}
+    prompts = {case for case in cases if case.startswith("prompt")}
+    assert (len(prompts), len(cases)) == (5, 10)
+    decode = {(case, kernel) for case in cases - prompts for kernel in (PARTIAL, REDUCE, WRITE)}
+    assert facts.keys() == decode | {(case, PREFILL) for case in prompts}

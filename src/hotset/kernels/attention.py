@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from hotset.kernels import attention_reference as reference
 
@@ -80,6 +82,47 @@ class AttentionKernels:
             sinks_Q=sinks_Q,
         )
 
+    def prefill(
+        self,
+        q_QTD: torch.Tensor,
+        k_HPD: torch.Tensor,
+        v_HPD: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks_Q: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The T newest of P tokens of one sequence attend to themselves and to all before them.
+
+        Memory grows with T and P, never with T * P.
+
+        Args:
+            q_QTD: [Hq, T, Dk], Hq a multiple of Hkv; query heads h * group .. share KV head h.
+            k_HPD: [Hkv, P, Dk], dtype of `q_QTD`, P at least T; the queries are its last T tokens.
+            v_HPD: [Hkv, P, Dv].
+            scale, window, softcap, sinks_Q: as in `decode`. With a window the first of the P may
+                lie before what any query sees.
+
+        Returns:
+            [T, Hq, Dv] in the dtype of `q_QTD`, any strides. Its bits depend on shapes alone.
+        """
+        assert k_HPD.shape[:2] == v_HPD.shape[:2] and k_HPD.shape[2] == q_QTD.shape[2]
+        assert q_QTD.shape[0] % k_HPD.shape[0] == 0 and q_QTD.shape[1] <= k_HPD.shape[1]
+        assert q_QTD.dtype == k_HPD.dtype == v_HPD.dtype
+        assert sinks_Q is None or sinks_Q.shape == (q_QTD.shape[0],)
+        is_plain = softcap is None and sinks_Q is None
+        if window is not None and window >= k_HPD.shape[1]:
+            window = None
+        if self.name == "reference":
+            attend = reference.prefill_attention
+        elif is_plain and window is None and _torch_is_fused(q_QTD, v_HPD):
+            return _fused_by_torch(q_QTD, k_HPD, v_HPD, scale)
+        else:
+            from hotset.kernels.attention_prefill import prefill_attention as attend
+        tensors = (_whole_heads(x) for x in (q_QTD, k_HPD, v_HPD))
+        return attend(*tensors, scale=scale, window=window, softcap=softcap, sinks_Q=sinks_Q)
+
     def write(
         self,
         k_BTHD: torch.Tensor,
@@ -110,6 +153,24 @@ class AttentionKernels:
         write_kv(
             _whole_heads(k_BTHD), _whole_heads(v_BTHD), k_pool, v_pool, block_table_BN, lengths_B
         )
+
+
+def _torch_is_fused(q_QTD: torch.Tensor, v_HPD: torch.Tensor) -> bool:
+    """Whether torch's flash attention takes these."""
+    half = q_QTD.dtype in (torch.bfloat16, torch.float16)
+    widths = q_QTD.shape[2] == v_HPD.shape[2] <= 256
+    return q_QTD.is_cuda and half and widths
+
+
+def _fused_by_torch(
+    q_QTD: torch.Tensor, k_HPD: torch.Tensor, v_HPD: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention by torch's flash kernel, which shares KV heads without copying them."""
+    mask = causal_lower_right(q_QTD.shape[1], k_HPD.shape[1])
+    out = functional.scaled_dot_product_attention(
+        q_QTD[None], k_HPD[None], v_HPD[None], attn_mask=mask, scale=scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)
 
 
 def ring_blocks(window: int, block_tokens: int) -> int:

@@ -1,12 +1,13 @@
-"""The specification of decode attention over a pool of KV blocks, in plain torch.
+"""The specification of attention over cached keys and values, in plain torch.
 
     slot(p)    = block_table[b, (p // block_tokens) % N], token p % block_tokens of that block
     s_p        = scale * (q . k_p), then softcap * tanh(s_p / softcap) where there is a cap
     attended   = max(0, length - window) <= p < length
     out        = sum_p exp(s_p) v_p / (sum_p exp(s_p) + exp(sink))      the sink where there is one
 
-One query token a row, all sums in FP32 (FP64 for FP64 inputs), rounded once at the end. Slow on
-purpose, right by inspection; synchronises with the host freely.
+In decode one query token a row, in prefill the newest tokens of one sequence. All sums in FP32
+(FP64 for FP64 inputs), rounded once at the end. Slow on purpose, right by inspection; synchronises
+with the host freely.
 """
 
 from __future__ import annotations
@@ -83,6 +84,77 @@ def attend(
     p_HGP = torch.softmax(s_HGP, dim=-1)[..., : k_PHD.shape[0]]
     out_HGD = torch.einsum("hgp,phd->hgd", p_HGP, v_PHD.to(dtype))
     return out_HGD.flatten(0, 1).to(q_QD.dtype)
+
+
+# Scores of a prompt that are held at a time, bytes.
+SCORES_BYTES = 16 * 2**20
+
+
+def prefill_attention(
+    q_QTD: torch.Tensor,
+    k_HPD: torch.Tensor,
+    v_HPD: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_Q: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, Hq, Dv] in the dtype of `q_QTD`; see `attention.AttentionKernels.prefill`.
+
+    A block of queries at a time, so that no more than `SCORES_BYTES` of scores are held.
+    """
+    (num_heads, num_tokens, _), num_keys = q_QTD.shape, k_HPD.shape[1]
+    out_TQD = q_QTD.new_empty(num_tokens, num_heads, v_HPD.shape[2])
+    size = max(1, SCORES_BYTES // (4 * num_heads * num_keys))
+    for first in range(0, num_tokens, size):
+        block = slice(first, min(first + size, num_tokens))
+        # Positions count from the first key.
+        positions = range(num_keys - num_tokens + block.start, num_keys - num_tokens + block.stop)
+        keys = slice(attended(positions[0] + 1, window).start, positions[-1] + 1)
+        out_TQD[block] = _attend_block(
+            q_QTD[:, block],
+            k_HPD[:, keys],
+            v_HPD[:, keys],
+            positions=range(positions[0] - keys.start, positions[-1] + 1 - keys.start),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks_Q=sinks_Q,
+        )
+    return out_TQD
+
+
+def _attend_block(
+    q_QTD: torch.Tensor,
+    k_HPD: torch.Tensor,
+    v_HPD: torch.Tensor,
+    *,
+    positions: range,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks_Q: torch.Tensor | None,
+) -> torch.Tensor:
+    """Queries at `positions` of these keys, [T, Hq, Dv]."""
+    dtype = torch.promote_types(q_QTD.dtype, torch.float32)
+    num_kv_heads, num_keys, _ = k_HPD.shape
+    q_HGTD = q_QTD.to(dtype).unflatten(0, (num_kv_heads, -1))
+    s_HGTP = scale * torch.einsum("hgtd,hpd->hgtp", q_HGTD, k_HPD.to(dtype))
+    if softcap is not None:
+        s_HGTP = softcap * torch.tanh(s_HGTP / softcap)
+    t = torch.arange(positions.start, positions.stop, device=q_QTD.device)[:, None]
+    p = torch.arange(num_keys, device=q_QTD.device)
+    seen_TP = p <= t
+    if window is not None:
+        seen_TP &= p > t - window
+    s_HGTP = s_HGTP.masked_fill(~seen_TP, -torch.inf)
+    if sinks_Q is not None:
+        sinks = sinks_Q.to(dtype).view(num_kv_heads, -1, 1, 1)
+        s_HGTP = torch.cat((s_HGTP, sinks.expand(*s_HGTP.shape[:3], 1)), dim=-1)
+    p_HGTP = torch.softmax(s_HGTP, dim=-1)[..., :num_keys]
+    out_HGTD = torch.einsum("hgtp,hpd->hgtd", p_HGTP, v_HPD.to(dtype))
+    return out_HGTD.flatten(0, 1).transpose(0, 1).to(q_QTD.dtype)
 
 
 def write_kv(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from scripted import ScriptedScheduler, running
 from hotset.runtime.routing import Traffic
 from hotset.runtime.text import Text
 from hotset.server.config import ServerConfig
+from hotset.server.run import Process
 from hotset.server.served import Served
 from hotset.server.state import Figures
 from vocabulary import BYTE_VOCAB, byte_ids
@@ -60,11 +62,14 @@ class Scripted:
         url: of the server.
         scheduler: what it is served by.
         served: what it serves.
+        process, thread: the server and where it runs.
     """
 
     scheduler: ScriptedScheduler
     served: Served
-    url: str = ""
+    url: str
+    process: Process
+    thread: threading.Thread
 
     def say(self, text: str | bytes) -> None:
         """From now on every answer is this."""
@@ -105,5 +110,5 @@ def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> I
         stop_ids=frozenset({END_ID}),
         state=NoState(),
     )
-    with running(served, config) as url:
-        yield Scripted(scheduler, served, url)
+    with running(served, config) as (url, process, thread):
+        yield Scripted(scheduler, served, url, process, thread)

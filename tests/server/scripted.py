@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ class ScriptedScheduler:
         context_tokens, queue_size: limits.
         fail_at: an answer fails when it has so many tokens; `failure` is the error.
         fatal_at: the device fails then.
-        gate: steps wait until it is set.
+        gate: steps wait until it is set; `pause_seconds` is how long each takes.
         num_submitted, last: requests so far, and the latest of them.
         reasons_of: request -> how it ended.
     """
@@ -52,6 +53,7 @@ class ScriptedScheduler:
     fail_at: int | None = None
     failure: HotsetError = field(default_factory=lambda: RequestError("out of memory for a step"))
     fatal_at: int | None = None
+    pause_seconds: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
     num_submitted: int = 0
 
@@ -93,6 +95,7 @@ class ScriptedScheduler:
         if self._fatal is not None:
             raise self._fatal
         self.gate.wait()
+        time.sleep(self.pause_seconds)
         with self._lock:
             self._num_steps += 1
             made = [self._next(number, row) for number, row in list(self.rows.items())]
@@ -158,8 +161,10 @@ class ScriptedScheduler:
 
 
 @contextmanager
-def running(served: Served, config: ServerConfig | None = None) -> Iterator[str]:
-    """A server in a thread; gives its URL."""
+def running(
+    served: Served, config: ServerConfig | None = None
+) -> Iterator[tuple[str, Process, threading.Thread]]:
+    """A server in a thread: its URL, itself, the thread."""
     config = config or ServerConfig(port=0)
     urls: list[str] = []
     started = threading.Event()
@@ -174,7 +179,7 @@ def running(served: Served, config: ServerConfig | None = None) -> Iterator[str]
         thread.start()
         try:
             assert started.wait(30), "the server did not start"
-            yield urls[0]
+            yield urls[0], process, thread
         finally:
             process.should_exit = True
             thread.join(30)

@@ -14,7 +14,7 @@ from hotset.core.request import FinishReason
 from hotset.runtime.requests import Event, Request
 from hotset.server.ask import Finish, Part, TokenInfo, ToolPart, Usage, Whole
 from hotset.server.engine_loop import EngineLoop, Ticket
-from hotset.server.errors import HttpError, Problem
+from hotset.server.errors import HttpError, Problem, failed_in_a_step
 from hotset.server.speech import AnswerText, Piece, Speech
 
 
@@ -163,7 +163,7 @@ class Answers:
         except TimeoutError:
             return
         if event.error is not None:
-            raise event.error
+            raise failed_in_a_step(event.error)
         self._early.append(event)
 
     async def parts(self) -> AsyncIterator[Part]:
@@ -182,7 +182,7 @@ class Answers:
         if entry is None:  # ended by a stop string; its last events are still on their way
             return
         if event.error is not None:
-            raise event.error
+            raise failed_in_a_step(event.error)
         if event.finish_reason is FinishReason.CANCELLED:
             raise HttpError(Problem(503, "the request was cancelled", code="cancelled"))
         yield from entry.choice.feed(event)

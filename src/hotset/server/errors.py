@@ -86,6 +86,16 @@ def problem_of(error: Exception) -> Problem:
     return Problem(500, "internal error; the server's log has it", code="internal_error")
 
 
+def failed_in_a_step(error: HotsetError) -> HttpError:
+    """What a client is told of a request that was taken, and failed later.
+
+    A `RequestError` is not its fault then: something else took the memory, and the next one may
+    have it.
+    """
+    status = 503 if isinstance(error, RequestError) else 500
+    return HttpError(Problem(status, _one_line(error), code="step_failed"))
+
+
 def problem_of_status(status: int, detail: str) -> Problem:
     """A status that the framework chose: no such path, wrong method, a body it cannot read."""
     words = HTTPStatus(status).phrase if status in set(HTTPStatus) else "error"

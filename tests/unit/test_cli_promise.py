@@ -32,6 +32,16 @@ FLAGS = {
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
         *("--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
     ],
+    "hotset profile": [],
+    "hotset profile make": [
+        *MEMORY,
+        *("--forecast", "--json", "--kernels", "--max-tokens", "--no-forecast", "--output"),
+        *("--prompts", "--text", "--tokens", "--trace", "--window", "-o"),
+    ],
+    "hotset profile show": ["--json", "--plot", "--slots"],
+    "hotset profile diff": ["--json", "--slots"],
+    "hotset profile merge": ["--json", "--output", "-o"],
+    "hotset profile score": ["--domain", "--json", "--sequences", "--slots"],
     "hotset bench": [],
     "hotset bench experts": [
         *("--device", "--hits", "--json", "--kernels", "--layers", "--match", "--no-match"),

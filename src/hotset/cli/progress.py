@@ -1,12 +1,16 @@
-"""The progress bar while loading: bytes, rate, time left; on stderr, and only for a person."""
+"""Progress bars while loading and recording; on stderr, and only for a person."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from hotset.core import env
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 @contextmanager
@@ -15,27 +19,29 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
 
     Shown on a terminal, or always with `HOTSET_PROGRESS=on`; never with `off`.
     """
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    units = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    with _bar("loading experts", BarColumn(), *units, TimeRemainingColumn()) as bar:
+        task = bar.add_task("experts", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def token_bar(what: str, num_tokens: int) -> Iterator[Callable[[int], None]]:
+    """Yields a callback for tokens that are done, which moves a bar under the same conditions."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TimeRemainingColumn
+
+    with _bar(what, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("tokens", total=num_tokens)
+        yield lambda done: bar.advance(task, done)
+
+
+def _bar(what: str, *columns: ProgressColumn) -> Progress:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import Progress, TextColumn
 
     wanted = env.PROGRESS.get()
     shown = wanted == "on" or (wanted is None and sys.stderr.isatty())
-    bar = Progress(
-        TextColumn("loading experts"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True, force_terminal=shown or None),
-        disable=not shown,
-    )
-    with bar:
-        task = bar.add_task("experts", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    console = Console(stderr=True, force_terminal=shown or None)
+    return Progress(TextColumn(what), *columns, console=console, disable=not shown)

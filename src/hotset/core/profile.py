@@ -146,7 +146,7 @@ class Profile:
             profile.counts_LE / np.maximum(1, profile.counts_LE.sum(axis=1, keepdims=True))
             for profile in (self, other)
         ]
-        hot = [profile._hot_set(slots) for profile in (self, other)]
+        hot = [profile.hot_set(slots) for profile in (self, other)]
         return ProfileDiff(
             slots=slots,
             total_variation_L=np.abs(shares[0] - shares[1]).sum(axis=1) / 2,
@@ -166,9 +166,16 @@ class Profile:
 
     def expected_hit_rate(self, slots: float) -> float:
         """Hit rate of its own static hot set on the text it was made from."""
-        return _covered(self._hot_set(slots), self.counts_LE)
+        return _covered(self.hot_set(slots), self.counts_LE)
 
-    def _hot_set(self, slots: float) -> NDArray[np.bool_]:
+    def coverage_of_layers(self, slots: float) -> NDArray[np.float64]:
+        """Share of each layer's uses that its hot set covers, [L], on the profile's own text."""
+        covered_L = (self.counts_LE * self.hot_set(slots)).sum(axis=1)
+        share_L: NDArray[np.float64] = covered_L / np.maximum(1, self.counts_LE.sum(axis=1))
+        return share_L
+
+    def hot_set(self, slots: float) -> NDArray[np.bool_]:
+        """The most used experts, [L, E], the same share of them in each layer."""
         num_experts = self.fingerprint.num_experts
         policy = StaticUniform(num_experts, prior_LE=self.prior)
         per_layer = Condition(StaticUniform.name, slots).slots_per_layer(num_experts)

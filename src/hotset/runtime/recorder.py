@@ -66,7 +66,8 @@ class RoutingRecorder(Closing):
         ids_TLK = tokens_of(ids_LN, self._top_k, sum(count for _, count in owners))
         first = 0
         for owner, count in owners:
-            self._append(owner, ids_TLK[first : first + count])
+            if owner is not None:
+                self._append(owner, ids_TLK[first : first + count])
             first += count
 
     def _append(self, owner: Hashable, ids_TLK: IntArray) -> None:

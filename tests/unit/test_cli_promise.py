@@ -32,6 +32,7 @@ FLAGS = {
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
         *("--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
     ],
+    "hotset doctor": ["--device", "--fresh", "--json", "--machine", "--output", "-o"],
     "hotset profile": [],
     "hotset profile make": [
         *MEMORY,

@@ -6,6 +6,8 @@ import torch
 
 from hotset.bench.timing import time_ms
 from hotset.core.costmodel import Rates
+from hotset.core.geometry import MoELayer
+from hotset.experts.arena import HostArena
 from hotset.experts.store import ExpertStore
 from hotset.kernels.gather import gather_records
 
@@ -18,23 +20,37 @@ def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:
             of the engine.
         num_bytes: read in one repeat, at most the arena; several times the caches.
     """
-    device, layer = store.device, store.layers[0]
+    zero_copy, copied = link_rates(
+        store.arena, store.layers[0], device=store.device, num_bytes=num_bytes
+    )
+    return Rates(zero_copy, copied, read_rate(store.device))
+
+
+def link_rates(
+    arena: HostArena, layer: MoELayer, *, device: torch.device, num_bytes: int = 2**31
+) -> tuple[float, float]:
+    """GB/s of kernels that read records in place, and of one copy of as many by the copy engine.
+
+    Args:
+        arena: holds records of `layer` at its beginning.
+        num_bytes: read in one repeat, at most the layer.
+    """
     record_bytes = layer.expert.record_bytes
     num_records = min(num_bytes // record_bytes, layer.num_experts)
-    addresses = torch.tensor([store.arena.address(0, e) for e in range(num_records)], device=device)
+    addresses = torch.tensor([arena.address(0, e) for e in range(num_records)], device=device)
     target = torch.empty((num_records, record_bytes), dtype=torch.uint8, device=device)
     zero_copy = min(
         time_ms(lambda: gather_records(addresses, record_bytes, target), device=device, repeats=5)
     )
-    source = store.arena.record(0, 0, num_records)
+    source = arena.record(0, 0, num_records)
     flat = target.view(-1)
     copied = min(time_ms(lambda: flat.copy_(source, non_blocking=True), device=device, repeats=5))
     moved = num_records * record_bytes / 1e6
-    return Rates(moved / zero_copy, moved / copied, _read_rate(device))
+    return moved / zero_copy, moved / copied
 
 
-def _read_rate(device: torch.device) -> float:
-    """Best of a few read-only reductions over memory that no cache holds."""
+def read_rate(device: torch.device) -> float:
+    """GB/s: best of a few read-only reductions over memory that no cache holds."""
     num = 2**30 if device.type == "cuda" else 2**26
     data = torch.randint(0, 2**31 - 1, (num,), dtype=torch.int32, device=device).view(torch.float32)
     best = min(time_ms(lambda: torch.amax(data), device=device, repeats=5))

@@ -13,6 +13,7 @@ from typing import NoReturn
 import typer
 
 from hotset.cli import bench, profile
+from hotset.cli.doctor import doctor
 from hotset.cli.generate import generate
 from hotset.cli.plan import plan
 from hotset.cli.simulate import simulate
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(plan)
 app.command()(verify)
 app.command()(simulate)
+app.command()(doctor)
 app.add_typer(profile.app, name="profile")
 app.add_typer(bench.app, name="bench")
 

@@ -24,7 +24,7 @@ FLAGS = {
         *SAMPLING,
         *("--chat", "--json", "--kernels", "--max-tokens", "--no-strict", "--prompt-file"),
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
-        "--strict",
+        *("--profile", "--record", "--strict"),
     ],
     "hotset plan": [*MEMORY, "--json"],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
@@ -43,6 +43,7 @@ FLAGS = {
     "hotset profile diff": ["--json", "--slots"],
     "hotset profile merge": ["--json", "--output", "-o"],
     "hotset profile score": ["--domain", "--json", "--sequences", "--slots"],
+    "hotset quantize": ["--format", "--json", "--output", "--revision", "-o"],
     "hotset bench": [],
     "hotset bench experts": [
         *("--device", "--hits", "--json", "--kernels", "--layers", "--match", "--no-match"),

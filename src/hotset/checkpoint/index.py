@@ -52,6 +52,9 @@ _DTYPES: dict[str, tuple[str, int]] = {
     "C64": ("complex64", 64),
 }
 
+# The other way round, for those who write.
+DTYPE_NAMES = {ours: theirs for theirs, (ours, _) in _DTYPES.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:

@@ -16,6 +16,8 @@ from hotset.cli import bench, profile
 from hotset.cli.doctor import doctor
 from hotset.cli.generate import generate
 from hotset.cli.plan import plan
+from hotset.cli.quantize import quantize
+from hotset.cli.serve import serve
 from hotset.cli.simulate import simulate
 from hotset.cli.verify import verify
 from hotset.core import env
@@ -34,8 +36,10 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(plan)
+app.command()(serve)
 app.command()(verify)
 app.command()(simulate)
+app.command()(quantize)
 app.command()(doctor)
 app.add_typer(profile.app, name="profile")
 app.add_typer(bench.app, name="bench")

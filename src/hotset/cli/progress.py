@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def loading_bar() -> Iterator[Callable[[int, int], None]]:
+def loading_bar(what: str = "loading experts") -> Iterator[Callable[[int, int], None]]:
     """Yields a callback for (bytes done, bytes in all) that moves a bar.
 
     Shown on a terminal, or always with `HOTSET_PROGRESS=on`; never with `off`.
@@ -22,7 +22,7 @@ def loading_bar() -> Iterator[Callable[[int, int], None]]:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     units = (DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with _bar("loading experts", BarColumn(), *units, TimeRemainingColumn()) as bar:
+    with _bar(what, BarColumn(), *units, TimeRemainingColumn()) as bar:
         task = bar.add_task("experts", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

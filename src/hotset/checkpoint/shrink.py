@@ -1,0 +1,272 @@
+"""Writes a checkpoint anew with its routed experts quantised and all else as it was.
+
+Streaming: one expert's matrix is in memory at a time. Experts get names of their own
+(`...experts.3.gate_proj.weight_packed`) whatever the source does, as compressed-tensors writes
+them. How a matrix is quantised is `rtn`; how files are written is `writer`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hotset.checkpoint.convert import convert_expert
+from hotset.checkpoint.files import read_json
+from hotset.checkpoint.index import CheckpointIndex, TensorEntry
+from hotset.checkpoint.jobs import sources_of
+from hotset.checkpoint.mapping import ExpertPiece, KeyMap
+from hotset.checkpoint.packed import PackedEntry
+from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.resident import require_finite
+from hotset.checkpoint.rtn import Target, quantise
+from hotset.checkpoint.writer import Output, Piece, write_shards
+from hotset.core.errors import CapacityError, CheckpointError, ConfigError
+from hotset.core.units import MIB, format_bytes
+
+# Small files that go along; weights in other formats do not.
+_TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+_COPY_BYTES = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """What was written.
+
+    Attributes:
+        source_bytes, num_bytes: of all tensors, before and after.
+        num_matrices: that were quantised.
+    """
+
+    source_bytes: int
+    num_bytes: int
+    num_matrices: int
+
+
+def shrink(
+    folder: Path,
+    keys: KeyMap,
+    target: Target,
+    output: Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> Shrunk:
+    """Quantises the experts of a checkpoint into a new folder.
+
+    The config is written last, so that a folder that was left half-done is none that loads.
+
+    Args:
+        folder: the checkpoint.
+        keys: its tensors, complete and checked.
+        target: the format.
+        output: an empty folder, or none yet.
+        progress: told (bytes written, bytes to write).
+
+    Raises:
+        CheckpointError: its experts are quantised already, or not of a form or shape that the
+            target can hold.
+        ConfigError: the output is not empty.
+        CapacityError: the disk has no room.
+    """
+    with ShardReader(keep_file_cache=True) as reader:
+        pieces = [*_expert_pieces(keys, target, reader), *_other_pieces(folder, keys, reader)]
+        total = sum(piece.nbytes for piece in pieces)
+        _make_room(output, total)
+        done = 0
+
+        def report(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if progress is not None:
+                progress(done, total)
+
+        write_shards(output, pieces, progress=report)
+    _copy_texts(folder, output, _config(keys, target))
+    before = keys.expert_bytes + sum(piece.nbytes for piece in pieces if len(piece.outputs) == 1)
+    return Shrunk(before, total, sum(len(piece.outputs) > 1 for piece in pieces))
+
+
+def _expert_pieces(keys: KeyMap, target: Target, reader: ShardReader) -> Iterator[Piece]:
+    grouped: dict[str, list[ExpertPiece]] = defaultdict(list)
+    for piece in keys.pieces:
+        grouped[piece.param.full_name].append(piece)
+    for unordered in grouped.values():
+        pieces = sorted(unordered, key=lambda piece: piece.part)
+        _require_plain(pieces)
+        if pieces[0].expert is not None:
+            for piece in pieces:
+                yield _as_published(piece, target, reader)
+        else:
+            for expert in range(pieces[0].param.shape[0]):
+                yield from _taken_apart(pieces, expert, target, reader)
+
+
+def _require_plain(pieces: list[ExpertPiece]) -> None:
+    first = pieces[0]
+    entry, param = first.entry, first.param
+    if any(isinstance(piece.entry, PackedEntry) for piece in pieces):
+        raise CheckpointError(
+            f"`{entry.name}` in `{entry.file}` is quantised already",
+            hint="quantise the BF16 checkpoint that it was made from",
+        )
+    if param.interleaved or param.field.endswith("_bias"):
+        raise CheckpointError(
+            f"`{param.full_name}`: experts with interleaved rows or biases have no layout in "
+            "compressed-tensors",
+            hint="gpt-oss is published in MXFP4: use that",
+        )
+
+
+def _as_published(piece: ExpertPiece, target: Target, reader: ShardReader) -> Piece:
+    """One expert's matrix that has a tensor of its own."""
+    entry = piece.entry
+
+    def read() -> torch.Tensor:
+        return _read(reader, piece, expert=piece.expert or 0)
+
+    return _quantised(entry.name.removesuffix(".weight"), entry, entry.shape, target, read)
+
+
+def _taken_apart(
+    pieces: list[ExpertPiece], expert: int, target: Target, reader: ShardReader
+) -> Iterator[Piece]:
+    """The matrices of one expert of a tensor that holds all: gate and up, or the second."""
+    first = pieces[0]
+    param, entry = first.param, first.entry
+    rows, columns = param.shape[:0:-1] if param.transposed else param.shape[1:]
+    head, _, last = entry.name.rpartition(".")
+    head = head if last == param.name else param.module
+
+    def read() -> torch.Tensor:
+        """[out, in], gate rows before up rows."""
+        tensors = {piece.part: _read(reader, piece, expert=expert) for piece in pieces}
+        if first.converter is None:
+            made = tensors[0]
+        else:
+            patterns = first.converter.source_patterns
+            sources = {patterns[part]: tensor for part, tensor in tensors.items()}
+            made = convert_expert(first.converter, sources, param)
+        return made[0].T if param.transposed else made[0]
+
+    if param.name != "gate_up_proj":
+        yield _quantised(f"{head}.{expert}.{param.name}", entry, (rows, columns), target, read)
+        return
+    half = rows // 2
+    for name, begin in (("gate_proj", 0), ("up_proj", half)):
+
+        def read_half(begin: int = begin) -> torch.Tensor:
+            return read()[begin : begin + half]
+
+        yield _quantised(f"{head}.{expert}.{name}", entry, (half, columns), target, read_half)
+
+
+def _quantised(
+    name: str,
+    entry: TensorEntry,
+    shape: tuple[int, ...],
+    target: Target,
+    read: Callable[[], torch.Tensor],
+) -> Piece:
+    """The tensors of one quantised matrix; their sizes from a matrix of zeros."""
+    if shape[1] % target.multiple:
+        raise CheckpointError(
+            f"`{entry.name}` in `{entry.file}` has rows of {shape[1]} values, {target.name} needs "
+            f"a multiple of {target.multiple}",
+            hint="try `--format fp8`",
+        )
+    example = quantise(torch.zeros(shape), target.name)
+    outputs = tuple(
+        Output(
+            f"{name}.{suffix}",
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.nbytes,
+        )
+        for suffix, tensor in example.items()
+    )
+
+    def make() -> Iterator[torch.Tensor]:
+        yield from (tensor.contiguous() for tensor in quantise(read(), target.name).values())
+
+    return Piece(outputs, make)
+
+
+def _read(reader: ShardReader, piece: ExpertPiece, *, expert: int) -> torch.Tensor:
+    """One expert's part of a tensor; of one that holds all experts a slice [1, ...]."""
+    (source,) = sources_of(piece, expert)
+    tensor = torch.empty(source.shape, dtype=source.dtype)
+    reader.read_into(source.entry.file, source.offset, tensor)
+    require_finite(tensor, piece.entry)
+    return tensor[None] if piece.expert is None else tensor
+
+
+def _other_pieces(folder: Path, keys: KeyMap, reader: ShardReader) -> Iterator[Piece]:
+    """All tensors that are no experts, byte by byte, those included that hotset does not load."""
+    experts = {piece.entry.name for piece in keys.pieces}
+    for entry in CheckpointIndex.read(folder).values():
+        if entry.name not in experts:
+            output = Output(entry.name, entry.dtype, entry.shape, entry.nbytes)
+            yield Piece((output,), lambda entry=entry: _copied(entry, reader))  # type: ignore[misc]
+
+
+def _copied(entry: TensorEntry, reader: ShardReader) -> Iterator[torch.Tensor]:
+    for begin in range(0, entry.nbytes, _COPY_BYTES):
+        part = torch.empty(min(_COPY_BYTES, entry.nbytes - begin), dtype=torch.uint8)
+        reader.read_into(entry.file, entry.offset + begin, part)
+        yield part
+
+
+def _make_room(output: Path, num_bytes: int) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(
+            f"`--output {output}` is there already", hint="give a folder that is new or empty"
+        )
+    output.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(output).free
+    if num_bytes > free:
+        raise CapacityError(
+            f"the new checkpoint takes {format_bytes(num_bytes)}, `{output}` has "
+            f"{format_bytes(free)} free",
+            hint="give a folder on a larger disk",
+        )
+
+
+def _config(keys: KeyMap, target: Target) -> dict[str, Any]:
+    """`quantization_config` as compressed-tensors reads it."""
+    ignored = sorted(
+        tensor.entry.name.removesuffix(".weight")
+        for tensor in keys.core
+        if tensor.entry.name.endswith(".weight") and len(tensor.entry.shape) == 2
+    )
+    group = {
+        "format": target.format,
+        "targets": ["Linear"],
+        "weights": {**target.weights, "symmetric": True, "dynamic": False},
+        "input_activations": None,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": target.format,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def _copy_texts(folder: Path, output: Path, config: dict[str, Any]) -> None:
+    for path in sorted(folder.iterdir()):
+        is_text = path.suffix in _TEXT_SUFFIXES and path.is_file()
+        is_ours = path.name == "config.json" or path.name.endswith(".safetensors.index.json")
+        if is_text and not is_ours:
+            shutil.copyfile(path, output / path.name)
+    changed = read_json(folder / "config.json") | {"quantization_config": config}
+    text = json.dumps(changed, indent=2, ensure_ascii=False)
+    (output / "config.json").write_text(text + "\n", encoding="utf-8")

@@ -27,10 +27,10 @@ def test_budget_below_the_dense_weights() -> None:
         make_plan(t1(), cpu(), request).require_fit()
     assert caught.value.exit_code == 2
     assert caught.value.message == (
-        "`--vram` is 87.89 KiB, the least that works is 603.03 KiB with 0 slots: "
+        "`--vram` is 87.89 KiB, the least that works is 610.78 KiB with 0 slots: "
         "resident weights 97.66 KiB + expert tables 768 B + KV cache 48.00 KiB + "
-        "KV copies 16.00 KiB + activations 22.62 KiB + attention workspace 4.00 KiB + "
-        "expert workspace 414.00 KiB"
+        "KV copies 16.00 KiB + activations 26.38 KiB + attention workspace 4.00 KiB + "
+        "expert workspace 418.00 KiB"
     )
     assert caught.value.hint == "use `--vram 1MiB`"
 

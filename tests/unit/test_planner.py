@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from plan_fakes import cpu, expert_of, geometry, gpu, qwen3_30b, t0, t1, t4
 
-from hotset.core.geometry import MoELayer
+from hotset.core.charges import SAMPLING_BYTES_PER_LOGIT
+from hotset.core.geometry import AttentionLayer, ModelGeometry, MoELayer
 from hotset.core.plan import Choice, MemoryPlan
 from hotset.core.planner import PlanRequest, Workspace, make_plan
 from hotset.core.units import GIB, MIB
@@ -46,17 +47,18 @@ def test_every_line_of_a_gpu_plan() -> None:
     assert device["KV cache"] == 512 * model.kv_bytes_per_token
     assert device["KV copies"] == 512 * model.kv_bytes_per_token // 3
     outside = device["activations"] + device["attention workspace"]
-    assert outside == model.activation_bytes(64, 512) + 28 * model.vocab
-    # y [T, K, H] in float32, h [T, K, I] and the output [T, H] in bfloat16, 96 bytes a choice.
-    assert device["expert workspace"] == 64 * (4 * 4 * 128 + 2 * 4 * 128 + 2 * 128 + 4 * 96)
+    assert outside == model.activation_bytes(64, 512) + SAMPLING_BYTES_PER_LOGIT * model.vocab
+    # y [T, K, H] in float32, h [T, K, I] in bfloat16; the sum in float32 and the output [T, H] in
+    # bfloat16, 96 bytes a choice.
+    assert device["expert workspace"] == 64 * (4 * 4 * 128 + 2 * 4 * 128 + 6 * 128 + 4 * 96)
     assert plan.host["expert arena"] == plan.host["page-locked"] == model.expert_bytes
 
 
 def test_reference_kernels_hold_an_expert_in_float32() -> None:
     plan = make_plan(t0(), cpu(), PlanRequest(context_tokens=512, prefill_chunk=64))
-    # y [K, H], 4 rows of H and 7 of I for a token of one expert, all in float32; 96 bytes a
-    # choice; a record of 12,288 bytes and its 6,144 weights in float32.
-    per_token = 4 * (2 * 64 + 4 * 64 + 7 * 32) + 2 * 96
+    # y [K, H], 3 rows of H and 7 of I for a token of one expert, all in float32; the sum and the
+    # output, 96 bytes a choice; a record of 12,288 bytes and its 6,144 weights in float32.
+    per_token = 4 * (2 * 64 + 3 * 64 + 7 * 32) + 6 * 64 + 2 * 96
     assert plan.device["expert workspace"] == 64 * per_token + 12_288 + 4 * 6144
 
 
@@ -217,6 +219,44 @@ def test_large_contexts_of_unfused_attention_do_not_crowd_out_slots() -> None:
     plan = make_plan(model, gpu(), PlanRequest()).require_fit()
     assert plan.device["KV cache"] + plan.device["attention workspace"] < plan.device["slots"] / 2
     assert plan.context_tokens < model.max_context
+
+
+def pooled(model: ModelGeometry) -> ModelGeometry:
+    """The same with attention over a pool: no masks, and prompts whose chunks run together."""
+    layer = AttentionLayer("a", 0, 32, 4, 128, 128, None)
+    return replace(model, attention=(layer,), activation_bytes_per_pair=0)
+
+
+def test_a_chunk_that_runs_beside_others_is_the_same_for_every_budget() -> None:
+    """Their experts cross the link once, so its length only has to keep the kernels busy."""
+    plans = [
+        make_plan(pooled(qwen3_30b()), gpu(free=free * GIB), PlanRequest(context_tokens=8192))
+        for free in (12, 24, 40, 90)
+    ]
+    assert {plan.require_fit().prefill_chunk for plan in plans} == {2048}
+    per_token = 60_000 + 8 * (4 * 2048 + 2 * 768) + 6 * 2048 + 8 * 96
+    assert 2048 * per_token <= 512 * MIB < 4096 * per_token
+
+
+def test_tokens_that_wait_for_other_chunks_are_charged() -> None:
+    plan = make_plan(pooled(qwen3_30b()), gpu(), PlanRequest(context_tokens=8192))
+    waiting = 2 * (3 * 2048 + 2 * 128) + 4 * 128
+    assert plan.device["prompt"] == 8192 * (waiting + 6 * 2048 + 8 * 96)
+    assert "prompt" not in [
+        line.name for line in make_plan(qwen3_30b(), gpu(), PlanRequest()).device.lines
+    ]
+
+
+def test_a_long_chunk_runs_its_experts_in_blocks() -> None:
+    """Outputs of one block of tokens are held, whatever the chunk: of 4,096 with 8 choices."""
+    sizes = [
+        make_plan(
+            qwen3_30b(), gpu(), PlanRequest(context_tokens=32768, prefill_chunk=chunk)
+        ).device["expert workspace"]
+        for chunk in (4096, 8192, 16384)
+    ]
+    kept = 6 * 2048 + 8 * 96
+    assert sizes[1] - sizes[0] == 4096 * kept and sizes[2] - sizes[1] == 8192 * kept
 
 
 def test_json_form() -> None:

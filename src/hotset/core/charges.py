@@ -13,6 +13,7 @@ from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.plan import Line
 from hotset.core.record import DTYPE_BYTES, align_up
 from hotset.core.slot_split import SlotSplit
+from hotset.core.staging import block_tokens
 from hotset.core.units import GIB, MIB, format_bytes
 
 # What a CUDA context and the kernels loaded into it take before the first allocation (measured:
@@ -66,8 +67,9 @@ class Workspace:
     """Memory that one part of a forward needs beside weights, slots and cache.
 
     With T tokens in the forward and C of context, these included:
-    `fixed + per_token * T + per_context_token * C + per_pair * T * C`. Everything that
-    allocates on the device declares one. Those of one name are one line.
+    `fixed + per_token * T + per_context_token * C + per_pair * T * C`, where of T no more than
+    `most_tokens` count per token. Everything that allocates on the device declares one. Those of
+    one name are one line.
     """
 
     name: str
@@ -76,13 +78,14 @@ class Workspace:
     bytes_per_token: int = 0
     bytes_per_context_token: int = 0
     bytes_per_pair: int = 0
+    most_tokens: int | None = None
 
     def num_bytes(self, sizes: Sizes) -> int:
         """Bytes for the largest prefill chunk at the end of the longest context."""
         tokens, context = sizes.prefill_chunk, sizes.context_tokens
         return (
             self.fixed_bytes
-            + self.bytes_per_token * tokens
+            + self.bytes_per_token * min(tokens, self.most_tokens or tokens)
             + self.bytes_per_context_token * context
             + self.bytes_per_pair * tokens * context
         )
@@ -106,35 +109,63 @@ def model_workspaces(geometry: ModelGeometry) -> tuple[Workspace, ...]:
     )
 
 
-def expert_workspace(layers: Sequence[MoELayer], kernels: str) -> Workspace:
-    """What the expert kernels need, for the layer that needs most."""
+def expert_workspaces(layers: Sequence[MoELayer], kernels: str) -> tuple[Workspace, ...]:
+    """What the expert kernels need, for the layer that needs most: the outputs of one block of
+    tokens, and what is kept of each token of a chunk."""
     formula = _reference_bytes if kernels == "reference" else _triton_bytes
     per_layer = [formula(layer) for layer in layers]
-    return Workspace(
-        "expert workspace",
-        f"`{kernels}` kernels: per-choice outputs in float32, grouping by expert",
-        fixed_bytes=max(fixed for fixed, _ in per_layer),
-        bytes_per_token=max(per_token for _, per_token in per_layer),
+    note = f"`{kernels}` kernels: per-choice outputs in float32, sums, grouping by expert"
+    return (
+        Workspace(
+            "expert workspace",
+            note,
+            fixed_bytes=max(fixed for fixed, _ in per_layer),
+            bytes_per_token=max(per_token for _, per_token in per_layer),
+            most_tokens=max(block_tokens(layer.expert, layer.top_k) for layer in layers),
+        ),
+        Workspace("expert workspace", note, bytes_per_token=max(map(_kept_bytes, layers))),
     )
 
 
+def _kept_bytes(layer: MoELayer) -> int:
+    """Per token: the sum [H] in float32, the output [H] in the model's dtype, the grouping."""
+    expert = layer.expert
+    sums = (4 + DTYPE_BYTES[expert.dtype]) * expert.hidden
+    return sums + ROUTING_BYTES_PER_CHOICE * layer.top_k
+
+
 def _triton_bytes(layer: MoELayer) -> tuple[int, int]:
-    """Fixed, and per token: `y` [K, H] in float32, `h` [K, I] and the output [H] in the model's
-    dtype, and the grouping."""
+    """Fixed, and per token of a block: `y` [K, H] in float32, `h` [K, I] in the model's dtype."""
     expert, size = layer.expert, DTYPE_BYTES[layer.expert.dtype]
     y = 4 * layer.top_k * expert.hidden
-    h = size * layer.top_k * expert.intermediate
-    return 0, y + h + size * expert.hidden + ROUTING_BYTES_PER_CHOICE * layer.top_k
+    return 0, y + size * layer.top_k * expert.intermediate
 
 
 def _reference_bytes(layer: MoELayer) -> tuple[int, int]:
-    """Fixed: one record as read, and its weights in float32. Per token: `y` [K, H]; for the
-    tokens of one expert the input twice [2H], both halves of the first projection [2I], the gate
-    and its steps [5I], the output [H]; the sum [H], all in float32; and the grouping."""
+    """Fixed: one record as read, and its weights in float32. Per token of a block: `y` [K, H]; for
+    the tokens of one expert the input twice [2H], both halves of the first projection [2I], the
+    gate and its steps [5I], the output [H], all in float32."""
     expert = layer.expert
-    floats = layer.top_k * expert.hidden + 4 * expert.hidden + 7 * expert.intermediate
+    floats = layer.top_k * expert.hidden + 3 * expert.hidden + 7 * expert.intermediate
     fixed = expert.record_bytes + 4 * _num_elements(layer)
-    return fixed, 4 * floats + ROUTING_BYTES_PER_CHOICE * layer.top_k
+    return fixed, 4 * floats
+
+
+def prompt_workspace(geometry: ModelGeometry) -> Workspace:
+    """What the chunks of a prompt hold while they wait for each other at a layer's experts.
+
+    Per token: the residual stream, the experts' input and a shared expert's output [3H], the
+    router's logits [E] in float32, rotary tables [2D], and what the experts keep.
+    """
+    size = DTYPE_BYTES[geometry.dtype]
+    num_experts = max(layer.num_experts for layer in geometry.layers)
+    widest = max(layer.key_dim for layer in geometry.attention)
+    waiting = size * (3 * geometry.hidden + 2 * widest) + 4 * num_experts
+    return Workspace(
+        "prompt",
+        "tokens of the longest prompt that wait for its other chunks between layers",
+        bytes_per_context_token=waiting + max(map(_kept_bytes, geometry.layers)),
+    )
 
 
 def _num_elements(layer: MoELayer) -> int:
@@ -168,7 +199,8 @@ class Charges:
         self.largest_record = max(layer.expert.record_bytes for layer in geometry.layers)
         self.workspaces = (
             *model_workspaces(geometry),
-            expert_workspace(geometry.layers, kernels),
+            *expert_workspaces(geometry.layers, kernels),
+            *([prompt_workspace(geometry)] if geometry.attention else []),
             *workspaces,
         )
 
@@ -221,6 +253,16 @@ class Charges:
         yield Line("loading", self.loading_bytes, "tensors on their way from the files")
         churn = 0 if self.on_cuda else self._churn(sizes)
         yield Line("host headroom", HOST_HEADROOM_BYTES + churn, "interpreter, tokenizer, driver")
+
+    @property
+    def joins_chunks(self) -> bool:
+        """Whether a prompt's chunks run with the layers outermost: over a KV pool they do."""
+        return bool(self.geometry.attention)
+
+    @property
+    def bytes_per_chunk_token(self) -> int:
+        """Workspaces that one more token of a chunk takes, wherever it lies in its context."""
+        return sum(workspace.bytes_per_token for workspace in self.workspaces)
 
     @property
     def arena_bytes(self) -> int:

@@ -15,7 +15,7 @@ can come near to. With it, it is a prediction.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 
 from hotset.core.geometry import ModelGeometry, MoELayer
@@ -163,6 +163,7 @@ def predict_prompt(
     chunk_tokens: int,
     resident_share: Sequence[float],
     ring_tokens: int,
+    together: bool = False,
 ) -> PromptCost:
     """A prompt of one sequence, in forwards of at most `chunk_tokens`.
 
@@ -172,7 +173,20 @@ def predict_prompt(
         resident_share: share of the experts of each MoE layer that have a slot.
         ring_tokens: forwards of that many tokens or more copy the missing experts through the
             staging ring, shorter ones read them in place.
+        together: the experts of a layer run for all chunks at once, and so the missing ones cross
+            the link once.
     """
+    if together:
+        whole = predict_prompt(
+            geometry,
+            rates,
+            num_tokens=num_tokens,
+            chunk_tokens=num_tokens,
+            resident_share=resident_share,
+            ring_tokens=ring_tokens,
+        )
+        num_chunks = -(-num_tokens // chunk_tokens)
+        return replace(whole, layers_ms=num_chunks * whole.layers_ms)
     ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
     starts = [0, *ends[:-1]]
     stream = experts = resident = attention = 0.0

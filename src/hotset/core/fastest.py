@@ -1,8 +1,9 @@
 """Chooses the prefill chunk and the slots beside it by predicted time, where a speed is known.
 
 The context comes from the request or from the rules of `sizing`, and so does the staging ring,
-whose size the model of the machine does not see. A longer chunk streams the cold experts fewer
-times and takes slots away; what a request of the workload takes together decides.
+whose size the model of the machine does not see. Where chunks run one after the other, a longer
+one streams the cold experts fewer times and takes slots away; what a request of the workload takes
+together decides.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ def fastest_sizes(
             and there is nothing to choose.
     """
     if request.prefill_chunk is not None or not budgets.fits(charges, sizes):
+        return sizes
+    if charges.joins_chunks:  # the chunk does not change what crosses the link, and little else
         return sizes
     best, best_seconds = sizes, predict(charges, speed, sizes).seconds
     for chunk in _chunks(sizes.context_tokens):

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from hotset.core.charges import CUDA_CONTEXT_BYTES, Charges, Sizes
 from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
+from hotset.core.units import MIB
 
 # The staging ring: two buffers, one filling while the other is computed on. A group of 64 records
 # is what the reference result streams at; smaller cards get smaller groups, down to one record.
@@ -35,9 +36,14 @@ CONTEXT_STEP_TOKENS = 256
 CONTEXT_UNSTATED_TOKENS = 32768
 
 # Auto prefill chunk: a power of two between these; above the floor its workspaces take at most
-# one part in CHUNK_PART of the bytes in slots. Each chunk streams the cold experts once more.
+# one part in CHUNK_PART of the bytes in slots. Where chunks run one after the other, each streams
+# the cold experts once more. Where they run together it only has to be long enough to keep the
+# kernels busy, and its top is what takes JOINED_CHUNK_BYTES: budgets that leave eight times as much
+# for slots all get the same chunk, and so round a long prompt alike.
 CHUNK_FLOOR_TOKENS = 128
 CHUNK_TOP_TOKENS = 2048
+JOINED_CHUNK_TOP_TOKENS = 4096
+JOINED_CHUNK_BYTES = 512 * MIB
 CHUNK_PART = 8
 
 
@@ -206,8 +212,18 @@ class _Shares:
 
     def _chunks(self, context_tokens: int) -> list[int]:
         """Chunks that may be chosen, largest first."""
-        powers, chunk = [], CHUNK_TOP_TOKENS
+        powers, chunk = [], self._top_chunk()
         while chunk > CHUNK_FLOOR_TOKENS:
             powers.append(chunk)
             chunk //= 2
         return [chunk for chunk in powers if chunk <= context_tokens]
+
+    def _top_chunk(self) -> int:
+        if not self.charges.joins_chunks:
+            return CHUNK_TOP_TOKENS
+        chunk = JOINED_CHUNK_TOP_TOKENS
+        while chunk > CHUNK_FLOOR_TOKENS:
+            if chunk * self.charges.bytes_per_chunk_token <= JOINED_CHUNK_BYTES:
+                break
+            chunk //= 2
+        return chunk

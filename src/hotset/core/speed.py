@@ -24,7 +24,7 @@ from hotset.core.hit_curve import HitCurve
 from hotset.core.machine import MachineDescription
 
 # Forwards of that many tokens or more stream missing experts through the staging ring. The number
-# is the runtime's (`runtime.moe`); a test holds them together.
+# is one more than the runtime's `moe.MATCH_TOKENS`; a test holds them together.
 RING_TOKENS = 65
 
 
@@ -163,6 +163,7 @@ class SpeedModel:
             chunk_tokens=min(prefill_chunk, work.prompt_tokens),
             resident_share=shares,
             ring_tokens=RING_TOKENS,
+            together=bool(self.geometry.attention),
         )
         sizes = [layer.num_experts * layer.expert.record_bytes for layer in layers]
         held = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)

@@ -6,7 +6,7 @@ The shapes come from the stock model itself, so no architecture is described her
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,8 @@ from hotset.checkpoint.files import read_json
 from hotset.checkpoint.params import ExpertParam
 from hotset.core.config import DTYPES
 from hotset.core.errors import CheckpointError
-from hotset.core.geometry import ExpertSpec, Gate, ModelGeometry, MoELayer
+from hotset.core.geometry import AttentionLayer, ExpertSpec, Gate, ModelGeometry, MoELayer
+from hotset.core.record import DTYPE_BYTES
 from hotset.models.attention_probe import find_attention
 from hotset.models.footprint import Footprint, measure
 from hotset.models.gate import find_gate
@@ -281,11 +282,22 @@ def _geometry(
         max_context=getattr(text, "max_position_embeddings", 0) or 0,
         activation_fixed_bytes=used.activation_fixed_bytes,
         activation_bytes_per_token=used.activation_bytes_per_token,
-        activation_bytes_per_context_token=used.activation_bytes_per_context_token,
-        activation_bytes_per_pair=used.activation_bytes_per_pair,
+        activation_bytes_per_context_token=(
+            _joined_bytes(attention.layers, dtype)
+            if attention.ok
+            else used.activation_bytes_per_context_token
+        ),
+        # Over a pool attention runs in flash form: neither masks nor scores.
+        activation_bytes_per_pair=0 if attention.ok else used.activation_bytes_per_pair,
         continues_in_chunks=config.model_type not in _CONTINUED_BY_TOKEN,
         recurrent=_is_recurrent(text),
     )
+
+
+def _joined_bytes(layers: Sequence[AttentionLayer], dtype: str) -> int:
+    """Keys and values of one token, in the layer that has most, as a later chunk sees them."""
+    widths = [layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers]
+    return max(widths) * DTYPE_BYTES[dtype]
 
 
 def _is_recurrent(text: PretrainedConfig) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +26,7 @@ from hotset.cli.options import (
     ModelArgument,
     PolicyOption,
     PrefillChunk,
+    ProfileOption,
     Ram,
     Revision,
     Strict,
@@ -41,6 +43,7 @@ from hotset.core.units import format_bytes
 if TYPE_CHECKING:
     from hotset.api import Model, Stats, Token
     from hotset.core.config import EngineConfig
+    from hotset.runtime.engine import Engine
     from hotset.runtime.weights import CheckpointWeights
 
 # Most new tokens where nobody said how many; fewer where the context leaves fewer.
@@ -63,6 +66,11 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     strict: Strict = False,
     policy: PolicyOption = None,
     half_life: HalfLifeOption = None,
+    profile: ProfileOption = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Record which experts are used, no text, into a trace file."),
+    ] = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
     max_tokens: Annotated[
@@ -118,6 +126,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         strict=strict,
         policy=policy,
         half_life=half_life,
+        profile=profile,
         graphs=graphs,
         compiled=compiled,
     )
@@ -142,7 +151,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     _check_fits(source, config, len(ids), max_tokens)
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
-    with Model(engine) as loaded:
+    with Model(engine) as loaded, _recording(engine, record):
         room = loaded.plan.context_tokens - len(ids)
         most = min(DEFAULT_MAX_TOKENS, max(1, room)) if max_tokens is None else max_tokens
         tokens = loaded.generate(token_ids=ids, max_tokens=most, **sampling)
@@ -153,6 +162,12 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         else:
             typer.echo()
         _say_costs(loaded, stats)
+
+
+def _recording(engine: Engine, file: Path | None) -> AbstractContextManager[object]:
+    from hotset.runtime.profiling import record_engine
+
+    return nullcontext() if file is None else record_engine(engine, file)
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:
@@ -226,3 +241,10 @@ def _say_costs(model: Model, stats: Stats) -> None:
             f"peak {format_bytes(stats.device_peak_bytes)}; {host}"
         )
     typer.echo(host, err=True)
+    if model.engine.drift is not None:
+        drift = model.engine.drift.report()
+        typer.echo(
+            f"profile: its hot set hits {drift.seen:.3f} of this text, {drift.expected:.3f} of its "
+            f"own; blindly {drift.blind:.3f}",
+            err=True,
+        )

@@ -76,9 +76,14 @@ PolicyOption = Annotated[
     str | None,
     typer.Option(
         "--policy",
-        help="Who owns a slot: `half-life`, `lru` or `none`. Default: `half-life` where slots are "
+        help="Who owns a slot: `half-life`, `lru` or `none`; with `--profile` also "
+        "`static-uniform`, `static-global` or `forecast`. Default: `half-life` where slots are "
         "fewer than experts.",
     ),
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", help="Which experts such text uses, a file of `hotset profile`."),
 ]
 HalfLifeOption = Annotated[
     float | None,

@@ -79,6 +79,8 @@ class EngineConfig:
             buffers, `in-place` lets kernels read them; auto: whichever costs less, and on a CPU
             in place. It changes no bit.
         half_life: engine steps after which a past use counts half; auto: the policy's default.
+        profile: file of `hotset profile` that says which experts are used; static policies and
+            `forecast` need one.
         graphs: capture the decode step into one CUDA graph; on a CPU there is none.
         compiled: fuse what surrounds experts and attention in a decode step of Triton kernels.
         poison: fill free slots with NaN (debugging; `verify` sets it).
@@ -104,6 +106,7 @@ class EngineConfig:
     kernels: str | None = None
     policy: str | None = None
     half_life: float | None = None
+    profile: str | None = None
     staging: str | None = None
     graphs: bool = True
     compiled: bool = True

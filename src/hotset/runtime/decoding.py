@@ -19,6 +19,7 @@ from hotset.core.errors import HardwareError
 from hotset.core.geometry import ModelGeometry
 from hotset.core.plan import MemoryPlan
 from hotset.core.policy import HalfLife, NoPolicy, Policy, make_policy
+from hotset.core.profile import Profile
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
@@ -32,10 +33,18 @@ from hotset.runtime.steps import Steps
 logger = logging.getLogger(__name__)
 
 
-def choose_policy(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfig) -> Policy:
+def choose_policy(
+    geometry: ModelGeometry,
+    plan: MemoryPlan,
+    config: EngineConfig,
+    profile: Profile | None = None,
+) -> Policy:
     """The policy that a config names, or the one that fits the plan.
 
     With no slots, or one for every expert, none can change hands: auto is then `none`.
+
+    Args:
+        profile: of this model, what static policies and `forecast` know.
 
     Raises:
         ConfigError: an unknown policy, or one that needs a profile.
@@ -46,6 +55,8 @@ def choose_policy(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfi
         name,
         num_experts=[layer.num_experts for layer in geometry.layers],
         half_life=config.half_life,
+        prior_LE=None if profile is None else profile.prior,
+        forecast=None if profile is None else profile.forecast,
     )
     policy.check_ready()  # now, and not when the weights are loaded
     if config.policy and policy.moves and not movable:

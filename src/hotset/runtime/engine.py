@@ -36,6 +36,7 @@ from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
 from hotset.runtime.probe import choose_device
+from hotset.runtime.profiled import load_profile, make_drift, require_same_routers
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.sequences import LibrarySequence, Sequence
@@ -87,12 +88,16 @@ class Engine(Closing):
         self.stop_ids = source.stop_ids
         self._answering = threading.Lock()
         self._closed = False
-        self.policy = choose_policy(self.geometry, self.plan, config)
+        self.profile = load_profile(self.geometry, config)
+        self.policy = choose_policy(self.geometry, self.plan, config, self.profile)
         self.store = self._make_store()
         try:
             self.model = source.load_resident(self.device)
+            require_same_routers(self.profile, self.geometry, self.model, config)
             self._fill(source, progress or (lambda done, total: None))
             self.steps = self._make_steps()
+            self.drift = make_drift(self.profile, self.plan)
+            self.steps.watchers += [self.drift] if self.drift else []
             self.sampler = Sampler(1, self.geometry.vocab, device=self.device)
             self.decoding = self._make_decoding()
         except BaseException:

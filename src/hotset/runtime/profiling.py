@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,8 +123,7 @@ def record_trace(
                 f"{room}",
                 hint="raise `--context`, or cut texts shorter with `--window`",
             )
-    info = TraceInfo(model_fingerprint(engine.geometry, engine.model), model=name, source=source)
-    with recording(engine.steps, RoutingRecorder(path, info, max_bytes=max_bytes)) as recorder:
+    with record_engine(engine, path, name=name, source=source, max_bytes=max_bytes) as recorder:
         for excerpt in excerpts:
             recorder.domain = excerpt.domain
             for _ in _run(engine, excerpt):
@@ -137,6 +137,25 @@ def record_trace(
                 hint="take fewer tokens with `--tokens`, or give it a disk with more room",
             )
     return load_trace(path)
+
+
+@contextmanager
+def record_engine(
+    engine: Engine,
+    path: Path,
+    *,
+    name: str = "",
+    source: str = "",
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> Iterator[RoutingRecorder]:
+    """Within the block all that an engine routes goes into a trace file, up to `max_bytes`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    info = TraceInfo(model_fingerprint(engine.geometry, engine.model), model=name, source=source)
+    with recording(engine.steps, RoutingRecorder(path, info, max_bytes=max_bytes)) as recorder:
+        yield recorder
 
 
 def _run(engine: Engine, excerpt: Excerpt) -> Iterator[object]:

@@ -148,3 +148,34 @@ def test_help_has_an_example(run) -> None:
 def test_command_is_imported_without_torch() -> None:
     code = "import sys, hotset.cli.plan; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_machine_on_paper_is_planned_with_speed_and_a_sweep(run) -> None:
+    result, _ = run("m", "--machine", "rtx-4090", "--vram", "16GiB", "--sweep", "--json")
+    data = json.loads(result.stdout)
+    assert data["machine"]["device_name"] == "NVIDIA GeForce RTX 4090"
+    assert data["speed"]["tokens_per_second"] > 1
+    assert [row["context_tokens"] for row in data["sweep"]][:2] == [2048, 4096]
+    table, _ = run("m", "--machine", "rtx-4090", "--vram", "16GiB", "--sweep")
+    for text in ("predicted speed", "tokens/s", "assumed: ", "slots against context"):
+        assert text in table.stdout
+
+
+def test_without_rates_no_speed_is_predicted(run) -> None:
+    result, _ = run("m", "--json")
+    assert json.loads(result.stdout)["speed"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--machine", "rtx-4091"), "there is no machine `rtx-4091`"),
+        (("--machine", "h200", "--device", "cpu"), "`--machine` says what device there is"),
+        (("--trace", "pocket"), "trace `pocket` is of another model: "),
+        (("--trace", "pocket", "--profile", "p.json"), "give either `--trace` or `--profile`"),
+    ],
+)
+def test_wrong_machines_and_routing(run, flags: tuple[str, ...], message: str) -> None:
+    result, _ = run("m", *flags)
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith(message)

@@ -26,7 +26,7 @@ FLAGS = {
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
         *("--profile", "--record", "--strict"),
     ],
-    "hotset plan": [*MEMORY, "--json"],
+    "hotset plan": [*MEMORY, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
@@ -52,6 +52,11 @@ FLAGS = {
     "hotset bench decode": [
         *("--cases", "--context", "--device", "--json", "--layers", "--most-context", "--rows"),
         *("--shape", "--steps", "--vram"),
+    ],
+    "hotset bench prefill": [
+        *("--device", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
+        *("--prefill-chunk", "--repeats", "--rows", "--shape", "--slots", "--staging"),
+        *("--tokens", "--vram"),
     ],
     "hotset bench generate": [
         *("--context", "--device", "--json", "--kernels", "--layers", "--max-tokens"),

@@ -143,6 +143,8 @@ class SpeedModel:
             prefill_chunk: most tokens of one forward.
         """
         work, rows = workload.within(context_tokens), self.curve.num_rows
+        # Over a KV pool the chunks of a prompt run with the layers outermost, as one forward.
+        joined = bool(self.geometry.attention)
         layers = self.geometry.layers
         shares = [slots / x.num_experts for slots, x in zip(slots_per_layer, layers, strict=True)]
         hit_rates = [self.curve.at(share) for share in shares]
@@ -160,7 +162,7 @@ class SpeedModel:
             self.geometry,
             self.rates,
             num_tokens=work.prompt_tokens,
-            chunk_tokens=min(prefill_chunk, work.prompt_tokens),
+            chunk_tokens=work.prompt_tokens if joined else min(prefill_chunk, work.prompt_tokens),
             resident_share=shares,
             ring_tokens=RING_TOKENS,
             together=bool(self.geometry.attention),

@@ -87,7 +87,7 @@ def test_texts_are_cut_into_windows() -> None:
     found = cut_text(Words(), "a bb ccc dddd e", domain="x", window=2, most=3)  # type: ignore[arg-type]
     assert found == [Excerpt((1, 2), "x"), Excerpt((3,), "x")]
     with pytest.raises(ConfigError, match="the text `x` has no tokens"):
-        cut_text(Words(), "", domain="x")  # type: ignore[arg-type]
+        cut_text(Words(), "", domain="x", window=2)  # type: ignore[arg-type]
 
 
 def test_a_model_needs_something_to_run(run: Callable, tmp_path: Path) -> None:

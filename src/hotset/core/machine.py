@@ -44,7 +44,7 @@ measurement, and what the vendor promises, which no program reaches."""
 
 # Transfer rate of a PCIe lane in GT/s, by generation; one bit in 65 goes into the encoding from
 # generation 3 on (128b/130b), one in five before (8b/10b).
-_LANE_GTS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
+LANE_GTS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 _IN_PACKAGE = Path(__file__).parents[1] / "data" / "machines"
 
@@ -213,7 +213,7 @@ class MachineDescription:
                 name=_text(data, "name"),
                 notes=_text(data, "notes"),
                 machine=Machine.from_dict(data["machine"]),
-                link_generation=_link_number(data, "link_generation", tuple(_LANE_GTS)),
+                link_generation=_link_number(data, "link_generation", tuple(LANE_GTS)),
                 link_width=_link_number(data, "link_width", (1, 2, 4, 8, 16, 32)),
                 figures=dict(_figures(data["figures"])),
             )
@@ -264,7 +264,7 @@ def shipped_machines() -> list[str]:
 def pcie_gbps(generation: int, width: int) -> float:
     """What a PCIe link carries in one direction, GB/s of payload and packet headers together."""
     encoding = 128 / 130 if generation >= 3 else 8 / 10
-    return _LANE_GTS[generation] * width * encoding / 8
+    return LANE_GTS[generation] * width * encoding / 8
 
 
 def _text(data: Mapping[str, Any], key: str) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-# GT/s of a lane, by generation.
-_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
+from hotset.core.machine import LANE_GTS
+
+_GENERATIONS = {rate: generation for generation, rate in LANE_GTS.items()}
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,6 @@ from hotset.runtime.engine import Engine
 from hotset.runtime.recorder import RoutingRecorder, recording
 from hotset.runtime.text import Text
 
-DEFAULT_WINDOW = 1024
-"""Tokens of one sequence that a text is cut into."""
-
 
 @dataclass(frozen=True)
 class Excerpt:
@@ -40,7 +37,7 @@ class Excerpt:
 
 
 def cut_text(
-    text: Text, words: str, *, domain: str, window: int = DEFAULT_WINDOW, most: int | None = None
+    text: Text, words: str, *, domain: str, window: int, most: int | None = None
 ) -> list[Excerpt]:
     """A text as excerpts of at most `window` tokens.
 

@@ -26,6 +26,7 @@ from hotset.core.request import FinishReason, SamplingParams
 from hotset.runtime.engine import Engine
 from hotset.runtime.memory import measure
 from hotset.runtime.routing import Traffic
+from hotset.runtime.selfcheck import Check, check_memory, check_speed
 from hotset.runtime.text import Detokenizer, Messages, Text
 from hotset.runtime.weights import CheckpointWeights
 
@@ -133,6 +134,20 @@ class Model(Closing):
             device_peak_bytes=used.device_peak_bytes,
             host_peak_bytes=used.host_peak_bytes,
         )
+
+    def self_check(self) -> list[Check]:
+        """What was planned and predicted against what is: memory now, and the speed of the latest
+        answer if it was long enough and the machine's rates are known."""
+        stats = self.stats
+        return [
+            *check_memory(self.engine, device_peak_bytes=stats.device_peak_bytes),
+            *check_speed(
+                self.engine,
+                num_tokens=stats.num_tokens,
+                tokens_per_second=stats.tokens_per_second,
+                hit_rate=stats.hit_rate,
+            ),
+        ]
 
     @property
     def text(self) -> Text:

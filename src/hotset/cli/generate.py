@@ -158,7 +158,12 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         result = _run(tokens, echo=None if as_json else _write)
         stats = loaded.stats
         if as_json:
-            typer.echo(json.dumps({**result, "stats": stats.to_dict()}, ensure_ascii=False))
+            checks = [check.to_dict() for check in loaded.self_check()]
+            typer.echo(
+                json.dumps(
+                    {**result, "stats": stats.to_dict(), "self_check": checks}, ensure_ascii=False
+                )
+            )
         else:
             typer.echo()
         _say_costs(loaded, stats)
@@ -241,6 +246,9 @@ def _say_costs(model: Model, stats: Stats) -> None:
             f"peak {format_bytes(stats.device_peak_bytes)}; {host}"
         )
     typer.echo(host, err=True)
+    for check in model.self_check():
+        if not check.is_right:
+            typer.echo(f"warning: not as planned: {check}", err=True)
     if model.engine.drift is not None:
         drift = model.engine.drift.report()
         typer.echo(

@@ -96,3 +96,31 @@ def test_json_is_one_object(run) -> None:
     done = run("bench", "experts", "--hits", "1", *TINY, "--json")
     data = json.loads(done.out)
     assert list(data) == ["rows"] and len(data["rows"]) == 4
+
+
+def test_prefill_beside_what_one_would_run_instead(run, tmp_path: Path) -> None:
+    """A ring on a CPU, several chunks, every comparison, and the picture of it."""
+    picture = tmp_path / "prefill.svg"
+    flags = ("--tokens", "1,70,1030", "--staging", "ring", "--prefill-chunk", "512")
+    refused = run("bench", "prefill", *flags, *TINY, "--vram", "1MiB").err
+    least = float(refused.partition("least that works is ")[2].split()[0])
+    small = ("--vram", f"{least + 0.1:.2f}MiB", "--slots", "0.25")  # 100 KiB: some 6 slots of 16
+    short = ("--offload-layers", "1", "--repeats", "1")
+    done = run("bench", "prefill", *flags, *small, *short, *TINY, "--plot", picture, "--json")
+    assert done.code == 0, done.err
+    rows = json.loads(done.out)["rows"]
+    first = {row["case"]: row for row in rows if row["figure"] == "first token"}
+    case = "tiny, 25% slots, 1030 tokens"
+    offload = "accelerate offload, 1 layers scaled to all"
+    assert first.keys() >= {case, f"{case}, groups that wait", f"{case}, {offload}"}
+    assert f"tiny, 25% slots, 70 tokens, {offload}" in first
+    assert first[case]["ratio_to_sol"] > 0 and first[f"{case}, {offload}"]["ratio_to_baseline"] > 0
+    link = next(r for r in rows if r["case"] == case and r["figure"] == "link bytes")
+    # 2 layers, 6 of 8 experts without a slot, each once for all chunks, 12 KiB.
+    assert link["p50"] == 2 * 6 * 12288
+    assert "speed of light" in picture.read_text()
+
+
+def test_prefill_refuses_more_slots_than_planned(run) -> None:
+    done = run("bench", "prefill", "--tokens", "8", "--slots", "1", *TINY)
+    assert done.code != 0 and "the plan has" in done.err

@@ -21,6 +21,7 @@ from hotset.cli.options import (
     engine_config,
 )
 from hotset.cli.progress import loading_bar
+from hotset.cli.simulate_plot import check_plot_path
 from hotset.core.config import MAX_TOKENS
 from hotset.core.errors import CapacityError, ConfigError
 from hotset.core.units import format_bytes
@@ -85,7 +86,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
             [ExpertsCase(hits=h, num_tokens=t, match=match) for t in counts for h in shares],
             shape=shape,
         )
-        _report(found, file=rows, as_json=as_json)
+        _report(found, rows, as_json=as_json)
 
 
 @app.command()
@@ -135,7 +136,72 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
                 progress=progress,
             )
         )
-    _report(found, file=rows, as_json=as_json)
+    _report(found, rows, as_json=as_json)
+
+
+@app.command()
+def prefill(  # noqa: PLR0913 - one parameter for each flag
+    *,
+    shape: Shape = "qwen3-30b-a3b",
+    layers: Layers = None,
+    vram: Vram = None,
+    device: Device = None,
+    prefill_chunk: PrefillChunk = None,
+    kernels: KernelsOption = None,
+    tokens: Annotated[
+        str, typer.Option(metavar="COUNTS", help="Lengths of prompts.")
+    ] = "1,16,64,256,1024,4096,16384,65536",
+    slots: Annotated[float, typer.Option(help="Share of experts with a slot, 0..1.")] = 0.25,
+    staging: Annotated[
+        str | None, typer.Option(help="Force `ring` or `in-place` for prompts of 65 tokens on.")
+    ] = None,
+    offload_layers: Annotated[
+        int, typer.Option(help="Layers of the comparison with accelerate; 0 leaves it out.")
+    ] = 4,
+    repeats: Annotated[int, typer.Option(help="Of each measurement.")] = 3,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw times over lengths: a .png or .svg file.")
+    ] = None,
+    rows: Rows = None,
+    as_json: Json = False,
+) -> None:
+    """Time prompts of many lengths against the speed of light and what else one would run.
+
+    Example: `hotset bench prefill --shape qwen3-30b-a3b --vram 40GiB --tokens 1024,8192,32768`
+    """
+    lengths = _counts(tokens, "--tokens")
+    (share,) = _shares(str(slots), "--slots")
+    check_count("--layers", layers)
+    check_count("--offload-layers", offload_layers, least=0)
+    check_count("--repeats", repeats)
+    _check_writable(rows)
+    if plot is not None:
+        check_plot_path(plot)
+    config = engine_config(
+        f"random {shape}",
+        vram=vram,
+        device=device,
+        context=max(lengths) + 1,  # and the first token
+        prefill_chunk=prefill_chunk,
+        kernels=kernels,
+        staging=staging,
+    )
+    from hotset.bench.prefill import PrefillBench, describe_memory
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.shapes import shape_config
+    from hotset.runtime.engine import Engine
+
+    source = RandomWeights(shape_config(shape, num_layers=layers))
+    with loading_bar() as progress:
+        engine = Engine(source, config, progress=progress)
+    with engine:
+        bench = PrefillBench(engine, shape=shape, slots=share, repeats=repeats)
+        found = _report(bench.run(lengths, offload_layers=offload_layers), rows, as_json=as_json)
+        typer.echo(describe_memory(engine), err=True)
+    if plot is not None:
+        from hotset.cli.prefill_plot import draw
+
+        draw(found, plot)
 
 
 @app.command()
@@ -197,7 +263,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
             num_steps=steps,
         )
         typer.echo(replay.note, err=True)
-        _report(bench.run(chosen), file=rows, as_json=as_json)
+        _report(bench.run(chosen), rows, as_json=as_json)
 
 
 def _check_lengths(*, context: int, most_context: int, steps: int) -> None:
@@ -279,8 +345,8 @@ def _smaller_shape_hint() -> Iterator[None]:
         ) from error
 
 
-def _report(rows: Iterable[Row], *, file: Path | None, as_json: bool) -> None:
-    """Prints each row as it comes, then keeps them."""
+def _report(rows: Iterable[Row], file: Path | None, *, as_json: bool) -> list[Row]:
+    """Prints each row as it comes, then keeps them; returns them."""
     from hotset.bench.rows import append
 
     kept = []
@@ -292,6 +358,7 @@ def _report(rows: Iterable[Row], *, file: Path | None, as_json: bool) -> None:
         typer.echo(json.dumps({"rows": [json.loads(row.to_json()) for row in kept]}))
     if file is not None:
         append(kept, file)
+    return kept
 
 
 def _line(row: Row) -> str:

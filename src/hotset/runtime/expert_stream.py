@@ -57,10 +57,12 @@ class ExpertStream:
 
     Args:
         store: records, slots and the ring.
+        overlap: copy groups while others are computed on; without it each waits for the one before
+            it, which is for comparison.
     """
 
-    def __init__(self, store: ExpertStore) -> None:
-        self._store, self._ring = store, store.ring
+    def __init__(self, store: ExpertStore, *, overlap: bool = True) -> None:
+        self._store, self._ring, self._overlap = store, store.ring, overlap
         self._early: Staged | None = None
 
     def room(self, layer: int) -> int:
@@ -99,7 +101,7 @@ class ExpertStream:
         resident_E = self._store.placement.resident[layer, : len(used_E)]
         missing = np.flatnonzero(used_E & ~resident_E).tolist()
         ranges = self._ranges(layer, missing, early)
-        goes_on = int(used_E.sum()) >= PREFETCH_SHARE * len(used_E)
+        goes_on = self._overlap and int(used_E.sum()) >= PREFETCH_SHARE * len(used_E)
         with closing(self._run(layer, ranges, early, goes_on=goes_on)) as groups:
             yield groups
 
@@ -114,7 +116,9 @@ class ExpertStream:
         staged = None
         try:
             for part in ranges:
-                while todo and self._ring.num_idle:
+                while todo and self._ring.num_idle and (self._overlap or not ahead):
+                    if not self._overlap and self._store.device.type == "cuda":
+                        torch.cuda.synchronize(self._store.device)
                     ahead.append(self._stage(layer, todo.popleft()))
                 if goes_on and not todo:
                     self.prefetch(layer + 1)

@@ -198,7 +198,8 @@ class Allocator:
         self.count, self.k, self.least, self.device = 0, k, least, device
         for name in ("empty", "zeros", "full"):
             monkeypatch.setattr(torch, name, self.guarded(getattr(torch, name)))
-        monkeypatch.setattr(torch.Tensor, "new_zeros", self.guarded(torch.Tensor.new_zeros))
+        for name in ("new_zeros", "new_empty"):
+            monkeypatch.setattr(torch.Tensor, name, self.guarded(getattr(torch.Tensor, name)))
 
     def guarded(self, make):
         def allocate(*args, **kwargs):

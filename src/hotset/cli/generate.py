@@ -43,6 +43,8 @@ from hotset.core.units import format_bytes
 if TYPE_CHECKING:
     from hotset.api import Model, Stats, Token
     from hotset.core.config import EngineConfig
+    from hotset.core.hardware import Machine
+    from hotset.core.plan import MemoryPlan
     from hotset.runtime.engine import Engine
     from hotset.runtime.weights import CheckpointWeights
 
@@ -148,9 +150,9 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
 
     source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
     ids = _encode(source, text, chat=chat)
-    _check_fits(source, config, len(ids), max_tokens)
+    planned = _plan_for(source, config, len(ids), max_tokens)
     with loading_bar() as progress:
-        engine = Engine(source, config, progress=progress)
+        engine = Engine(source, config, planned=planned, progress=progress)
     with Model(engine) as loaded, _recording(engine, record):
         room = loaded.plan.context_tokens - len(ids)
         most = min(DEFAULT_MAX_TOKENS, max(1, room)) if max_tokens is None else max_tokens
@@ -193,14 +195,15 @@ def _encode(source: CheckpointWeights, text: str, *, chat: bool) -> list[int]:
     return source.text.encode(text)
 
 
-def _check_fits(
+def _plan_for(
     source: CheckpointWeights, config: EngineConfig, num_prompt: int, max_tokens: int | None
-) -> None:
-    """Refuses a request that the plan's context cannot hold; the engine makes that plan again."""
+) -> tuple[Machine, MemoryPlan]:
+    """The machine and the plan; refuses a request that the plan's context cannot hold."""
     from hotset.runtime.planning import plan_engine
 
-    _, plan = plan_engine(source.geometry, config)
+    machine, plan = plan_engine(source.geometry, config)
     check_length(num_prompt, max_tokens, plan.require_fit().context_tokens)
+    return machine, plan
 
 
 def _run(tokens: Iterator[Token], *, echo: Callable[[str], None] | None) -> dict[str, Any]:

@@ -26,9 +26,10 @@ from hotset.runtime.fills import FillPlanner
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.kv_pool import KVPool
 from hotset.runtime.routing import RoutingLog
+from hotset.runtime.sampling import REPORT_WIDTH, TOKEN, Draw, read_draws
 
-# logits [B, V] -> (token ids [B] int64, whether the row's logits are finite [B] bool)
-Sample = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+# (logits [B, V], rows [B] int64) -> report [B, REPORT_WIDTH] int64 of what was drawn (`Sampler`)
+Sample = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Steps that run before a capture: kernels are compiled and workspaces allocated in them.
 _WARMUP_STEPS = 2
@@ -60,13 +61,11 @@ class StepResult:
     """What the host learns of a step.
 
     Attributes:
-        tokens_B: sampled ids, int64.
-        finite_B: whether the logits that they come from are finite.
+        draws: what was drawn at each place.
         ids_LN: routed ids of each MoE layer; padding is -1.
     """
 
-    tokens_B: IntArray
-    finite_B: np.ndarray
+    draws: list[Draw]
     ids_LN: IntArray
 
 
@@ -79,7 +78,8 @@ class DecodeStep:
         runners: what computes each layer's experts.
         pool: the KV pool that rows live in.
         size: B.
-        sample: draws the tokens, on the device and without waiting for it.
+        sample: draws the tokens, on the device and without waiting for it; told the pool's row of
+            each place, `pool.num_rows` for padding.
         attention: attention kernels.
         options: see there.
         fills: sends wishes before each step; `None` when nothing is filled.
@@ -108,6 +108,8 @@ class DecodeStep:
         device = pool.device
         self.batch = DecodeBatch(pool, size, kernels=attention)
         self.token_B1 = torch.zeros((size, 1), dtype=torch.int64, device=device)
+        # The pool's row in each place, which is the sampler's too; one beyond the last is padding.
+        self._rows_B = torch.full((size,), pool.num_rows, dtype=torch.int64, device=device)
         self._model, self._runners = model, list(runners)
         self._modules = list(experts_modules(model).values())
         self._cache, self._switch = KVCache(self.batch), AttentionSwitch(model)
@@ -115,8 +117,9 @@ class DecodeStep:
         self.fills, self.captured = fills, options.graph
         self._routed: list[torch.Tensor] = [torch.empty(0)] * len(layers)
         width = size * max(layer.top_k for layer in layers)
-        # Tokens, flags and routed ids of a step in one tensor: one copy brings them all.
-        self._report = torch.zeros(2 * size + len(layers) * width, dtype=torch.int64, device=device)
+        # Draws and routed ids of a step in one tensor: one copy brings them all.
+        num_values = size * REPORT_WIDTH + len(layers) * width
+        self._report = torch.zeros(num_values, dtype=torch.int64, device=device)
         self._width = width
         on_gpu = device.type == "cuda"
         self._hosts = deque(
@@ -139,8 +142,11 @@ class DecodeStep:
         """
         assert not self._in_flight and len(rows) == len(tokens)
         self.batch.assign(rows)
-        padded = [*tokens, *[0] * (self.size - len(tokens))]
-        self.token_B1.copy_(torch.tensor(padded)[:, None])
+        padding = self.size - len(rows)
+        self.token_B1.copy_(torch.tensor([*tokens, *[0] * padding])[:, None])
+        nobody = self.batch.pool.num_rows
+        numbers = [nobody if row is None else row for row in [*rows, *[None] * padding]]
+        self._rows_B.copy_(torch.tensor(numbers))
 
     def launch(self) -> None:
         """Queues one step for the chosen rows; `finish` later says what came of it.
@@ -166,22 +172,13 @@ class DecodeStep:
         host, done = self._in_flight.popleft()
         if done is not None:
             done.synchronize()
-        values = host.numpy().copy()
-        size = self.size
-        return StepResult(
-            tokens_B=values[:size],
-            finite_B=values[size : 2 * size] != 0,
-            ids_LN=values[2 * size :].reshape(-1, self._width),
-        )
+        drawn, routed = np.split(host.numpy().copy(), [self.size * REPORT_WIDTH])
+        return StepResult(draws=read_draws(drawn), ids_LN=routed.reshape(-1, self._width))
 
     def abandon(self) -> None:
-        """Forgets what is in flight, after a step broke off: it may have run in part.
-
-        Slots and table are mended; the rows are not, so close them.
-        """
+        """Forgets what is in flight, after a step broke off: it may have run in part, so mend the
+        slots (`Steps.mend`), and close the rows."""
         self._in_flight.clear()
-        if self.fills is not None:
-            self.fills.abandon()
 
     @property
     def num_in_flight(self) -> int:
@@ -234,9 +231,9 @@ class DecodeStep:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            tokens_B, finite_B = self._sample(out.logits[:, -1])
-            self.token_B1.copy_(tokens_B[:, None])
-            torch.cat([tokens_B, finite_B.to(torch.int64), *self._routed], out=self._report)
+            drawn_BW = self._sample(out.logits[:, -1], self._rows_B)
+            self.token_B1.copy_(drawn_BW[:, TOKEN, None])
+            torch.cat([drawn_BW.flatten(), *self._routed], out=self._report)
 
     def _watched(self, index: int) -> ExpertsFunction:
         """A layer's runner, for this step: padded rows route nowhere, and ids are noted."""

@@ -1,4 +1,4 @@
-"""What decoding over our own KV pool needs, made once: pool, attention kernels, captured step.
+"""What decoding over our own KV pool needs, made once: pool, attention kernels, captured steps.
 
 Also the choice of the policy by which slots change hands while decoding.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import lcm
 
 import torch
 from transformers import PreTrainedModel
@@ -25,7 +26,8 @@ from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
 from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
-from hotset.runtime.kv_pool import KVPool
+from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
+from hotset.runtime.moe import MATCH_TOKENS
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.sequences import PoolSequence
 from hotset.runtime.steps import Steps
@@ -112,7 +114,13 @@ def first_that_works(
 
 
 class Decoding:
-    """Pool and step of one row.
+    """The pool, and the decode steps over it.
+
+    With `batch_invariant` each row has a step of its own, so that no bit of an answer depends on
+    what else is decoded, and only what prompts in whole chunks have put into the pool is shared
+    (`exact`). Otherwise there is a step for each batch size, an expert's record is read once for
+    all rows, and the size may change low bits: products of another shape may be summed in another
+    order.
 
     Args:
         model: with `runners` bound.
@@ -123,6 +131,11 @@ class Decoding:
         plan, config: what to allocate, and which parts to leave out.
         device: of all of it.
         triton: use the Triton attention kernels, not the reference.
+
+    Attributes:
+        pool: of keys and values.
+        steps: of each size, the smallest first; or of each row.
+        exact: see above.
     """
 
     def __init__(  # noqa: PLR0913 - the parts of an engine, joined once
@@ -138,14 +151,17 @@ class Decoding:
         device: torch.device,
         triton: bool,
     ) -> None:
-        self._model, self._steps = model, steps
+        self._model, self._books = model, steps
         self._attention = AttentionKernels("triton" if triton else "reference")
+        self.exact, self._strict = config.batch_invariant, config.strict
         self.pool = KVPool(
             geometry.attention,
-            num_rows=1,
+            num_rows=config.max_batch,
             context_tokens=plan.context_tokens,
             dtype=getattr(torch, geometry.dtype),
             device=device,
+            full_tokens=plan.kv_tokens,
+            prefix_grain=prefix_grain(geometry, plan, config),
             poison=config.poison,
         )
         on_gpu = device.type == "cuda"
@@ -162,36 +178,91 @@ class Decoding:
             geometry.layers,
             runners,
             pool=self.pool,
-            size=1,
             sample=sampler,
             attention=self._attention,
             log=steps.log,
             fills=steps.fills,
         )
-        self.options, self.step = first_that_works(
-            self._make, weaker_options(options), strict=config.strict
-        )
+        self._sizes = config.batch_sizes
+        self.options, self.steps = self._make_steps(options)
+
+    def _make_steps(self, options: DecodeOptions) -> tuple[DecodeOptions, list[DecodeStep]]:
+        made = []
+        for size in self._sizes:
+            make = partial(self._make, size=size)
+            options, step = first_that_works(make, weaker_options(options), strict=self._strict)
+            made.append(step)
+        return options, made
+
+    def steps_for(self, rows: Sequence[int]) -> list[tuple[DecodeStep, list[int]]]:
+        """Steps that serve these rows of the pool, each row once: the smallest that has room for
+        all, or each row's own."""
+        if self.exact:
+            return [(self.steps[row], [row]) for row in rows]
+        if not rows:
+            return []
+        return [(next(step for step in self.steps if step.size >= len(rows)), list(rows))]
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Within the block the same step runs launch by launch, for comparison."""
-        captured = self.step
-        self.step = self._make(options=replace(self.options, graph=False))
+        """Within the block the same steps run launch by launch, for comparison."""
+        captured = self.steps
+        _, self.steps = self._make_steps(replace(self.options, graph=False))
         try:
             yield
         finally:
-            self.step = captured
+            self.steps = captured
 
-    def sequence(self) -> PoolSequence:
-        """A new sequence.
+    @property
+    def captured(self) -> bool:
+        return self.options.graph
 
-        Raises:
-            RequestError: all rows are in use.
+    def sequence(self, num_tokens: int, ids: Sequence[int] = ()) -> PoolSequence | None:
+        """A new sequence of up to so many tokens; `None` while there is no room for it.
+
+        Args:
+            ids: it begins with what the pool still has of these, not all of them.
         """
+        pool = self.pool
+        shared = pool.prefixes.find(ids) if pool.prefixes is not None and ids else []
+        if not pool.has_room(num_tokens, shared):
+            return None
         return PoolSequence(
             self._model,
-            self._steps,
-            pool=self.pool,
+            self._books,
+            pool=pool,
+            row=pool.open(num_tokens, shared),
             kernels=self._attention,
-            decode=self.step,
+            exact=self.exact,
         )
+
+
+def prefix_grain(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfig) -> int | None:
+    """Equal prefixes are reused in multiples of so many tokens; `None` where they are not.
+
+    A prompt's keys and values depend in low bits on how it was cut into forwards. Where they must
+    not, prefixes end where a chunk does, so that with them and without the same forwards follow.
+    """
+    if not config.prefix_reuse:
+        return None
+    reason = prefix_refusal(geometry)
+    if config.batch_invariant and plan.prefill_chunk < MATCH_TOKENS:
+        reason = f"chunks of fewer than {MATCH_TOKENS} tokens may run as one"
+    if reason:
+        said = f"prefixes are not reused: {reason}"
+        if config.strict:
+            raise HardwareError(said, hint="leave `--prefix-reuse` or `--strict` out")
+        logger.warning("%s", said)
+        return None
+    return lcm(BLOCK_TOKENS, plan.prefill_chunk) if config.batch_invariant else BLOCK_TOKENS
+
+
+def prefix_refusal(geometry: ModelGeometry) -> str:
+    """Why what a model keeps of a prefix cannot be shared; empty where it can."""
+    if geometry.attention_reason:
+        return geometry.attention_reason
+    if any(layer.window is not None for layer in geometry.attention):
+        return "sliding windows keep the newest tokens only"
+    if not geometry.continues_in_chunks:
+        return f"`{geometry.model_type}` of transformers cannot continue a prompt"
+    return ""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from operator import index
 
 import numpy as np
 import torch
@@ -23,24 +23,34 @@ from torch import nn
 from hotset.core.closing import Closing
 from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError, RequestError, explain_out_of_memory
+from hotset.core.hardware import Machine
 from hotset.core.placement import Placement
+from hotset.core.plan import MemoryPlan
 from hotset.core.request import FinishReason, SamplingParams, check_length
 from hotset.core.slot_pools import SlotPools
+from hotset.core.staging import StagingRule
 from hotset.core.units import format_bytes
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
-from hotset.runtime.decoding import Decoding, choose_policy, initial_residents
+from hotset.runtime.decoding import Decoding, choose_policy, initial_residents, prefix_grain
+from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
+from hotset.runtime.prefill import BetweenLayers, run_together
 from hotset.runtime.probe import choose_device
 from hotset.runtime.profiled import load_profile, make_drift, require_same_routers
+from hotset.runtime.requests import Request, check_ids
+from hotset.runtime.profiled import load_profile, make_drift, require_same_routers
 from hotset.runtime.routing import RoutingLog, Traffic
+from hotset.runtime.rows import LibraryRows, PoolRows, Rows
 from hotset.runtime.sampling import Sampler
-from hotset.runtime.sequences import LibrarySequence, Sequence
+from hotset.runtime.scheduler import Parts, Scheduler
+from hotset.runtime.sequences import Sequence
 from hotset.runtime.steps import Steps
+from hotset.runtime.tee import Tee
 from hotset.runtime.weights import Progress, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -65,6 +75,7 @@ class Engine(Closing):
     Args:
         source: where the weights come from.
         config: the user's choices.
+        planned: what `plan_engine` says of `source` and `config`, where it was asked already.
         progress: told how many expert bytes are loaded, of how many.
 
     Raises:
@@ -74,12 +85,17 @@ class Engine(Closing):
     """
 
     def __init__(
-        self, source: WeightSource, config: EngineConfig, *, progress: Progress | None = None
+        self,
+        source: WeightSource,
+        config: EngineConfig,
+        *,
+        planned: tuple[Machine, MemoryPlan] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.config = config
         self.geometry = source.geometry
         self.device = choose_device(config.device)
-        self.machine, plan = plan_engine(source.geometry, config)
+        self.machine, plan = planned or plan_engine(source.geometry, config)
         self.plan = plan.require_fit()
         self.kernels = select_kernels(self.device, config.kernels)
         if self.kernels.name == "triton" and self.device.type == "cuda":
@@ -87,6 +103,7 @@ class Engine(Closing):
         self.text = source.text
         self.stop_ids = source.stop_ids
         self._answering = threading.Lock()
+        self._scheduler: Scheduler | None = None
         self._closed = False
         self.profile = load_profile(self.geometry, config)
         self.policy = choose_policy(self.geometry, self.plan, config, self.profile)
@@ -98,8 +115,10 @@ class Engine(Closing):
             self.steps = self._make_steps()
             self.drift = make_drift(self.profile, self.plan)
             self.steps.watchers += [self.drift] if self.drift else []
-            self.sampler = Sampler(1, self.geometry.vocab, device=self.device)
+            num_rows = config.max_batch if self.geometry.attention else 1
+            self.sampler = Sampler(num_rows, self.geometry.vocab, device=self.device)
             self.decoding = self._make_decoding()
+            self.rows = self._make_rows()
         except BaseException:
             self.close()
             raise
@@ -139,6 +158,8 @@ class Engine(Closing):
     def _make_steps(self) -> Steps:
         log = RoutingLog(self.geometry.layers)
         fills = FillPlanner(self.policy, self.store) if self.policy.moves else None
+        tee = Tee(self.policy, self.store) if self.policy.moves else None
+        stream = ExpertStream(self.store) if self.store.ring.nbytes else None
         modules = experts_modules(self.model).values()
         self._runners = [
             MoERunner(
@@ -147,7 +168,10 @@ class Engine(Closing):
                 store=self.store,
                 kernels=self.kernels,
                 log=log,
+                stream=stream,
+                staging=StagingRule(self.config.staging),
                 fills=fills.layers[layer] if fills else None,
+                tee=tee,
             )
             for layer, module in enumerate(modules)
         ]
@@ -183,6 +207,17 @@ class Engine(Closing):
             logger.warning("%s", said)
         return None
 
+    def _make_rows(self) -> Rows:
+        if self.decoding is not None:
+            return PoolRows(self.decoding, self.steps, self.sampler)
+        if self.config.max_batch > 1:
+            said = f"requests are answered one by one: {self.geometry.attention_reason}"
+            if self.config.strict:
+                raise HardwareError(said, hint="leave `--strict` out to run it all the same")
+            logger.warning("%s", said)
+        prefix_grain(self.geometry, self.plan, self.config)  # says that none are reused
+        return LibraryRows(self.model, self.steps, self.sampler, device=self.device)
+
     def experts_module(self, layer: int) -> nn.Module:
         """The stock experts module of a MoE layer."""
         return list(experts_modules(self.model).values())[layer]
@@ -212,66 +247,79 @@ class Engine(Closing):
             RequestError: before the first token, what is wrong with the request; later, a step
                 that failed. The engine can go on with the next request.
         """
-        ids = self._check_ids(prompt_ids)
-        num_tokens = check_length(len(ids), max_tokens, self.plan.context_tokens)
-        stops = self.stop_ids if stop_ids is None else stop_ids
-        return self._generate(ids, num_tokens, sampling or SamplingParams(), stops)
+        self._check_open()
+        request = Request(
+            prompt_ids=check_ids(prompt_ids, self.geometry.vocab),
+            max_tokens=max_tokens,
+            sampling=sampling or SamplingParams(),
+            stop_ids=self.stop_ids if stop_ids is None else stop_ids,
+        )
+        check_length(len(request.prompt_ids), max_tokens, self.plan.context_tokens)
+        request.sampling.check_vocab(self.geometry.vocab)
+        return self._generate(request)
 
-    def _generate(
-        self, ids: list[int], num_tokens: int, sampling: SamplingParams, stops: frozenset[int]
-    ) -> Iterator[TokenOut]:
-        with (
-            self._only_answer(),
-            self._sequence() as sequence,
-            closing(self._tokens(sequence, ids, num_tokens, sampling)) as tokens,
-        ):
-            for count, token_id in enumerate(tokens, start=1):
-                reason = FinishReason.LENGTH if count == num_tokens else None
-                reason = FinishReason.STOP if token_id in stops else reason
-                out = TokenOut(token_id, reason)
-                if reason is not None:
+    def _generate(self, request: Request) -> Iterator[TokenOut]:
+        with self.scheduling(max_waiting=1) as scheduler:
+            scheduler.submit(request)
+            for event in chain.from_iterable(iter(scheduler.step, None)):
+                if event.error is not None:
+                    raise event.error
+                assert event.token_id is not None
+                out = TokenOut(event.token_id, event.finish_reason)
+                if out.finish_reason is not None:
                     break
                 yield out
         # Outside the block: whoever has the last token may ask for the next answer.
         yield out
 
-    def _tokens(
-        self, sequence: Sequence, ids: list[int], num_tokens: int, sampling: SamplingParams
-    ) -> Generator[int]:
-        """Prefill, the first token from it, and the decoded ones."""
-        for chunk in self._forwards(ids, self.plan.prefill_chunk):
-            logits = self._forward(sequence, chunk, num_logits=1)
-        with self.steps.exclusive():
-            sampler = self.sampler
-            sampler.start(0, sampling)
-            token = sampler.draw(logits[-1])
-        yield token
-        yield from self._decoded(sequence.tokens(token, num_tokens - 1, sampler))
-
-    def _decoded(self, tokens: Iterator[int]) -> Iterator[int]:
-        with self._room_for_step(1):
-            yield from tokens
-
     @contextmanager
-    def _sequence(self) -> Iterator[Sequence]:
-        self._check_open()
-        sequence: Sequence = (
-            self.decoding.sequence()
-            if self.decoding is not None
-            else LibrarySequence(self.model, self.steps, device=self.device)
+    def scheduling(self, *, max_waiting: int) -> Iterator[Scheduler]:
+        """Within the block requests are answered by the scheduler that it gives, up to
+        `config.max_batch` at a time, and in no other way.
+
+        Args:
+            max_waiting: more requests than these may not wait for a row.
+
+        Raises:
+            RequestError: the engine is closed, or answers already.
+        """
+        with self._only_answer():
+            self._check_open()
+            parts = Parts(
+                rows=self.rows,
+                steps=self.steps,
+                sampler=self.sampler,
+                take_in=self._take_in,
+                room=self._room_for_step,
+                device=self.device,
+                vocab=self.geometry.vocab,
+                context_tokens=self.plan.context_tokens,
+                prefill_share=self.config.prefill_share,
+            )
+            with Scheduler(parts, max_waiting=max_waiting) as scheduler:
+                self._scheduler = scheduler
+                del parts
+                yield scheduler
+
+    def _take_in(
+        self, sequence: Sequence, ids: list[int], between_layers: BetweenLayers | None
+    ) -> torch.Tensor:
+        """Runs a prompt; logits of its last token, [V]."""
+        run = partial(
+            run_together,
+            modules=list(experts_modules(self.model).values()),
+            experts=lambda layer, blocks: self._runners[layer].run(blocks),
+            between_layers=between_layers,
         )
-        try:
-            yield sequence
-        finally:
-            sequence.close()
+        return sequence.take_in(list(self._forwards(ids, self.plan.prefill_chunk)), run)
 
     @contextmanager
     def _only_answer(self) -> Iterator[None]:
-        """Holds the one cache that the plan has room for."""
+        """Holds the rows that the plan has room for."""
         if not self._answering.acquire(blocking=False):
             raise RequestError(
                 "another answer is being generated, and the plan holds the cache of one",
-                hint="finish or close its iterator first",
+                hint="finish or close its iterator first; `Engine.scheduling` answers several",
             )
         try:
             yield
@@ -285,7 +333,8 @@ class Engine(Closing):
             RequestError: no ids, an id out of range, more of them than the context holds, or an
                 answer is being generated.
         """
-        ids = self._check_ids(token_ids)
+        self._check_open()
+        ids = check_ids(token_ids, self.geometry.vocab)
         if len(ids) > self.plan.context_tokens:
             raise RequestError(
                 f"{len(ids)} tokens do not fit the context of {self.plan.context_tokens}",
@@ -293,11 +342,22 @@ class Engine(Closing):
             )
         parts = []
         size = min(self.plan.prefill_chunk, logits_chunk(self.geometry))
-        with self._only_answer(), self._sequence() as sequence:
+        with self._only_answer(), self._sequence(len(ids)) as sequence:
             for chunk in self._forwards(ids, size):
-                logits = self._forward(sequence, chunk, num_logits=len(chunk))
+                with self.steps.exclusive(), self._room_for_step(len(chunk)):
+                    logits = sequence.forward(chunk, num_logits=len(chunk))
                 parts.append(logits.float().cpu())
         return torch.cat(parts)
+
+    @contextmanager
+    def _sequence(self, num_tokens: int) -> Iterator[Sequence]:
+        self._check_open()
+        sequence = self.rows.open(num_tokens)
+        assert sequence is not None, "nothing else is answered, and one always has room"
+        try:
+            yield sequence
+        finally:
+            sequence.close()
 
     def place(self, placement: Placement) -> None:
         """Changes which experts have slots, between steps. No output changes by a bit.
@@ -317,17 +377,19 @@ class Engine(Closing):
     def close(self) -> None:
         """Gives slots, resident weights and page-locked memory back. Safe to call twice.
 
-        Waits for the step that another thread runs; the answer it belongs to then fails. What an
-        answer that was not finished holds goes with its iterator.
+        Waits for the step that another thread runs, for a prompt's next layer at the most. Answers
+        that are not finished fail.
         """
         if self._closed:
             return
         self._closed = True
+        if self._scheduler is not None:
+            self._scheduler.close()
         if hasattr(self, "steps"):
             self.steps.close()
         self.store.close()  # waits for what the device still has queued
         # `steps` stays: it refuses what still comes, and has the counts.
-        for name in ("decoding", "model", "store", "_runners", "sampler"):
+        for name in ("rows", "decoding", "model", "store", "_runners", "sampler"):
             self.__dict__.pop(name, None)
         gc.collect()  # modules and steps hold methods of their own: reference counts keep them
         if self.device.type == "cuda":
@@ -336,21 +398,6 @@ class Engine(Closing):
     def _check_open(self) -> None:
         if self._closed:
             raise RequestError("this engine is closed", hint="load the model again")
-
-    def _check_ids(self, token_ids: Items[int]) -> list[int]:
-        self._check_open()
-        try:
-            ids = [index(token) for token in token_ids]
-        except TypeError as error:
-            raise RequestError(f"token ids must be whole numbers: {error}") from error
-        if not ids:
-            raise RequestError("the prompt has no tokens")
-        for token in ids:
-            if not 0 <= token < self.geometry.vocab:
-                raise RequestError(
-                    f"token id {token} is outside the vocabulary of {self.geometry.vocab}"
-                )
-        return ids
 
     def _forwards(self, ids: list[int], size: int) -> Iterator[list[int]]:
         """The tokens of each forward: chunks, or after the first chunk single tokens where the
@@ -369,12 +416,6 @@ class Engine(Closing):
             raise RequestError(reason, hint="load with a larger `--prefill-chunk`")
         logger.warning("%s; a larger `--prefill-chunk` spares that", reason)
         return chain([ids[:size]], ([token] for token in ids[size:]))
-
-    def _forward(self, sequence: Sequence, ids: list[int], *, num_logits: int) -> torch.Tensor:
-        """Takes tokens in; the logits of the last `num_logits` of them, [n, V]."""
-        self._check_open()
-        with self.steps.exclusive(), self._room_for_step(len(ids)):
-            return sequence.forward(ids, num_logits=num_logits)
 
     def _room_for_step(self, num_tokens: int) -> AbstractContextManager[None]:
         lines = ("activations", "attention workspace", "expert workspace", "KV cache")

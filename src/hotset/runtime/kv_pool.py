@@ -109,6 +109,14 @@ class KVPool:
         """Bytes of all pools; equal to what `kv_pool_bytes` says beforehand."""
         return sum(tensor.nbytes for pair in self.pools.values() for tensor in pair)
 
+    @property
+    def num_full_blocks(self) -> tuple[int, int]:
+        """Blocks of full attention, and those that rows hold."""
+        if None not in self.kinds:
+            return 0, 0
+        allocator = self.kinds[None].allocator
+        return allocator.num_free + allocator.num_used, allocator.num_used
+
     def has_room(self, num_tokens: int, shared: Sequence[int] = ()) -> bool:
         """Whether a row of that length may be opened: a row is free, and so many blocks of full
         attention are neither in use nor promised.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Protocol
 
-from hotset.core.errors import HotsetError
-from hotset.core.request import FinishReason, SamplingParams
+from hotset.core.errors import HotsetError, RequestError
+from hotset.core.request import FinishReason, SamplingParams, TokenLogprobs, TokenMatcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,15 @@ class Request:
         max_tokens: most tokens to generate; `None` goes on to the end of the context.
         sampling: how tokens are chosen; default greedy.
         stop_ids: ids that end the answer; the one that did is its last token.
+        matcher: what the answer has to follow, for this request alone; it ends the answer where
+            nothing can follow.
     """
 
     prompt_ids: Sequence[int]
     max_tokens: int | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
+    matcher: TokenMatcher | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +42,14 @@ class Event:
     Attributes:
         request_id: what `submit` returned.
         token_id: the next token of the answer; `None` where it ends without one.
+        logprobs: of that token, where the request asked for them.
         finish_reason: set on the last event of a request; each has exactly one such.
         error: why it failed; set with `FinishReason.FAILED` only.
     """
 
     request_id: int
     token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     error: HotsetError | None = None
 
@@ -71,6 +77,24 @@ class Counts:
     num_steps: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0
+
+
+def check_ids(token_ids: Sequence[int], vocab: int) -> list[int]:
+    """A prompt's ids as plain numbers.
+
+    Raises:
+        RequestError: there are none, or one that is no whole number or not in the vocabulary.
+    """
+    try:
+        ids = [index(token) for token in token_ids]
+    except TypeError as error:
+        raise RequestError(f"token ids must be whole numbers: {error}") from error
+    if not ids:
+        raise RequestError("the prompt has no tokens")
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocab}")
+    return ids
 
 
 class Scheduling(Protocol):

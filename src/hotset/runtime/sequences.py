@@ -1,13 +1,14 @@
 """One sequence in a cache, in two forms: over our KV pool, or in the library's own cache.
 
-A sequence takes tokens in (`forward`) and decodes on its own (`tokens`). Knows ids and caches;
-why decoding ends, and what tokens mean, is the engine's business.
+A sequence takes tokens in, the next ones of a prompt or a single decoded one. Decoding many
+together is `rows`'s business; why an answer ends, and what tokens mean, is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Items
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -15,15 +16,26 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hotset.kernels.attention import AttentionKernels
-from hotset.runtime.decode import MOST_IN_FLIGHT, DecodeStep
+from hotset.models.attention import AttentionSwitch
 from hotset.runtime.kv_cache import KVCache, PrefillStep
 from hotset.runtime.kv_pool import KVPool
-from hotset.runtime.sampling import Sampler, require_finite
+from hotset.runtime.moe import MATCH_TOKENS
 from hotset.runtime.steps import Steps
 
+# Forwards of chunks, in the order of the text -> what they return: logits [n, V] of each
+RunForwards = Callable[[Items[Callable[[], torch.Tensor]]], list[torch.Tensor]]
 
-class Sequence(Protocol):
-    """A sequence, empty when it is made."""
+
+class Sequence(Hashable, Protocol):
+    """A sequence."""
+
+    @property
+    def row(self) -> int:
+        """Its number among the sequences that are open: a row of the sampler."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that it has keys and values of; at first those that it shares with others."""
 
     def forward(self, ids: list[int], *, num_logits: int) -> torch.Tensor:
         """Takes tokens in, in one forward; logits [n, V] of the last `num_logits` of them.
@@ -31,11 +43,22 @@ class Sequence(Protocol):
         Within `Steps.exclusive`.
         """
 
-    def tokens(self, first: int, num_tokens: int, sampler: Sampler) -> Iterator[int]:
-        """Decodes up to `num_tokens` tokens, starting with the one that follows `first`.
+    def take_in(self, chunks: Items[list[int]], run: RunForwards) -> torch.Tensor:
+        """Takes a prompt in, chunk after chunk or all of them together; logits [V] of its end.
 
-        Raises:
-            RequestError: a step failed; the tokens so far are right.
+        Within `Steps.exclusive`.
+
+        Args:
+            chunks: the tokens of each forward.
+            run: runs the forwards of chunks that are taken in together.
+        """
+
+    def keep(self, ids: Items[int], *, decoded: bool = False) -> None:
+        """Lets later sequences share what this one has of its first tokens, where that may be.
+
+        Args:
+            ids: these tokens.
+            decoded: decode steps took some of them in.
         """
 
     def close(self) -> None:
@@ -49,51 +72,68 @@ class LibrarySequence:
         model: with experts bound.
         steps: keeps the books.
         device: of the model.
+
+    Attributes:
+        closed: its cache is gone.
     """
+
+    row = 0  # there is one at a time
 
     def __init__(self, model: PreTrainedModel, steps: Steps, *, device: torch.device) -> None:
         self._model, self._steps, self._device = model, steps, device
         self._cache: Cache | None = None  # the model makes its own kind
+        self._length, self.closed = 0, False
 
     def forward(self, ids: list[int], *, num_logits: int) -> torch.Tensor:
-        out = self._steps.run(
-            len(ids),
-            lambda: self._model(
-                input_ids=torch.tensor([ids], device=self._device),
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=num_logits,
-            ),
-            owner=self,
+        return self._steps.run(
+            len(ids), partial(self._forward, ids, num_logits=num_logits), owner=self
+        )
+
+    def take_in(self, chunks: Items[list[int]], run: RunForwards) -> torch.Tensor:
+        """One chunk after the other: the library's masks of all of them at once would take memory
+        that grows with the square of the prompt."""
+        for ids in chunks:
+            forward = partial(self._forward, ids, num_logits=1)
+            if len(ids) <= MATCH_TOKENS:  # it may fill slots, and nothing may come between
+                logits = self._steps.run(len(ids), forward, owner=self)
+            else:
+                (logits,) = self._steps.run(len(ids), partial(run, [forward]), owner=self)
+        return logits[-1]
+
+    def _forward(self, ids: list[int], *, num_logits: int) -> torch.Tensor:
+        out = self._model(
+            input_ids=torch.tensor([ids], device=self._device),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
         )
         self._cache = out.past_key_values
+        self._length += len(ids)
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def tokens(self, first: int, num_tokens: int, sampler: Sampler) -> Iterator[int]:
-        token = first
-        for _ in range(num_tokens):
-            with self._steps.exclusive():
-                token = sampler.draw(self.forward([token], num_logits=1)[-1])
-            yield token
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def keep(self, ids: Items[int], *, decoded: bool = False) -> None:
+        """The library's cache is never shared."""
 
     def close(self) -> None:
-        self._cache = None
+        self._cache, self.closed = None, True
         self._steps.end(self)
 
 
 class PoolSequence:
-    """A row of the KV pool, decoded by the engine's captured step.
+    """A row of the KV pool.
 
     Args:
         model: with experts bound.
         steps: keeps the books.
-        pool: has a free row.
+        pool: of the row.
+        row: an open row of it, which is this sequence's from now on.
         kernels: attention kernels.
-        decode: the step for one row, sampling with the sampler that `tokens` is given.
-
-    Raises:
-        RequestError: all rows are in use.
+        exact: what decode steps took in is never shared; see `Decoding`.
     """
 
     def __init__(
@@ -102,73 +142,67 @@ class PoolSequence:
         steps: Steps,
         *,
         pool: KVPool,
+        row: int,
         kernels: AttentionKernels,
-        decode: DecodeStep,
+        exact: bool,
     ) -> None:
         self._model, self._steps, self._pool = model, steps, pool
-        self._kernels, self._decode = kernels, decode
-        self._row = pool.open()
+        self._kernels, self._exact = kernels, exact
+        self._row = row
+        self._switch = AttentionSwitch(model)
+
+    @property
+    def row(self) -> int:
+        return self._row
+
+    @property
+    def length(self) -> int:
+        return self._pool.lengths[self._row]
 
     def forward(self, ids: list[int], *, num_logits: int) -> torch.Tensor:
         step = PrefillStep(self._pool, self._row, len(ids), kernels=self._kernels)
-        out = self._steps.run(
-            len(ids),
-            lambda: self._model(
-                input_ids=torch.tensor([ids], device=self._pool.device),
-                position_ids=step.position_ids,
-                past_key_values=KVCache(step),
-                use_cache=True,
-                logits_to_keep=num_logits,
-            ),
-            owner=self,
-        )
+        with self._switch.decode():
+            logits = self._steps.run(
+                len(ids), partial(self._forward, ids, step, num_logits=num_logits), owner=self
+            )
         step.commit()
+        return logits
+
+    def take_in(self, chunks: Items[list[int]], run: RunForwards) -> torch.Tensor:
+        """All chunks together, layers outermost: missing experts cross the link once."""
+        num_tokens = sum(map(len, chunks))
+        if num_tokens <= MATCH_TOKENS:  # it may fill slots, and nothing may come between
+            return self.forward([token for ids in chunks for token in ids], num_logits=1)[-1]
+        steps: list[PrefillStep] = []
+        for ids in chunks:
+            ahead = sum(step.num_tokens for step in steps)
+            steps.append(
+                PrefillStep(self._pool, self._row, len(ids), kernels=self._kernels, ahead=ahead)
+            )
+        forwards = [
+            partial(self._forward, ids, step, num_logits=1)
+            for ids, step in zip(chunks, steps, strict=True)
+        ]
+        with self._switch.decode():
+            logits = self._steps.run(num_tokens, partial(run, forwards), owner=self)
+        for step in steps:
+            step.commit()
+        return logits[-1][-1]
+
+    def _forward(self, ids: list[int], step: PrefillStep, *, num_logits: int) -> torch.Tensor:
+        out = self._model(
+            input_ids=torch.tensor([ids], device=self._pool.device),
+            position_ids=step.position_ids,
+            past_key_values=KVCache(step),
+            use_cache=True,
+            logits_to_keep=num_logits,
+        )
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def tokens(self, first: int, num_tokens: int, sampler: Sampler) -> Iterator[int]:
-        """The next step is queued before the last one's token is known: only its end needs it."""
-        decode, ahead = self._decode, MOST_IN_FLIGHT if self._decode.captured else 1
-        launched = 0
-        with self._steps.exclusive():
-            decode.start([self._row], [first])
-        try:
-            for count in range(num_tokens):
-                with self._unbroken():
-                    while launched < min(num_tokens, count + ahead):
-                        decode.launch()
-                        launched += 1
-                    token, finite = self._finish()
-                yield require_finite(token, finite=finite)
-        finally:
-            self._drain()
-
-    def _drain(self) -> None:
-        """Takes in what was queued ahead of the end, which is no part of the sequence any more; of
-        a closed engine nothing more is told."""
-        while self._decode.num_in_flight:
-            if self._steps.closed:
-                self._decode.finish()
-            else:
-                with self._unbroken():
-                    self._finish(is_own=False)
-
-    @contextmanager
-    def _unbroken(self) -> Iterator[None]:
-        """Holds others back, and lets nothing of a step that breaks off stay in flight: books that
-        miss a step would call slots by wrong names ever after."""
-        with self._steps.exclusive():
-            try:
-                yield
-            except BaseException:
-                self._decode.abandon()
-                raise
-
-    def _finish(self, *, is_own: bool = True) -> tuple[int, bool]:
-        result = self._decode.finish()
-        filled, owners = self._decode.fills is not None, ((self, 1),) if is_own else ()
-        self._steps.account(result.ids_LN, filled=filled, owners=owners)
-        return int(result.tokens_B[0]), bool(result.finite_B[0])
+    def keep(self, ids: Items[int], *, decoded: bool = False) -> None:
+        if not (decoded and self._exact):
+            self._pool.keep(self._row, ids)
 
     def close(self) -> None:
         self._pool.close(self._row)

@@ -157,7 +157,7 @@ def check_decode(engine: Engine, prompt_ids: list[int]) -> Check:
             engine.place(placement)
             if problem := differs(name):
                 return Check("decode", False, problem)
-        if engine.decoding is not None and engine.decoding.step.captured:
+        if engine.decoding is not None and engine.decoding.captured:
             with engine.decoding.uncaptured():
                 if problem := differs("uncaptured"):
                     return Check("decode", False, problem)

@@ -1,0 +1,422 @@
+"""The scheduler: requests join and leave between steps, each ends exactly once, whatever fails.
+
+First come, first served: the oldest request that waits is taken in as soon as a row is free and
+the KV cache has room for the longest that it may become, so that nothing is evicted in the middle
+of an answer. Knows requests and why they end; rows, prompts and books are handed to it, and text
+is nobody's business here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hotset.core.closing import Closing
+from hotset.core.errors import FatalError, HotsetError, QueueFullError, RequestError
+from hotset.core.request import FinishReason, check_length
+from hotset.runtime.degenerate import RepeatedToken
+from hotset.runtime.faults import explain_failure
+from hotset.runtime.prompt_share import PromptShare
+from hotset.runtime.requests import Counts, Event, Request, check_ids
+from hotset.runtime.rows import Rows
+from hotset.runtime.sampling import Draw, Sampler
+from hotset.runtime.sequences import Sequence
+from hotset.runtime.steps import Steps
+
+logger = logging.getLogger(__name__)
+
+# (sequence, the ids that it takes in, called between layers) -> logits of the last id, [V]
+TakeIn = Callable[[Sequence, list[int], Callable[[], None] | None], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a scheduler runs.
+
+    Attributes:
+        rows: sequences and their decode steps.
+        steps: the books, and the lock of the engine.
+        sampler: of these rows.
+        take_in: runs a prompt, within `Steps.exclusive`.
+        room: called with the tokens of a step: within it, memory that runs out is explained.
+        device: of the model.
+        vocab: ids are below it.
+        context_tokens: longest prompt and answer together.
+        prefill_share: see `PromptShare`.
+    """
+
+    rows: Rows
+    steps: Steps
+    sampler: Sampler
+    take_in: TakeIn
+    room: Callable[[int], AbstractContextManager[None]]
+    device: torch.device
+    vocab: int
+    context_tokens: int
+    prefill_share: float
+
+
+@dataclass(eq=False)
+class _Answer:
+    """A request that has not ended.
+
+    Attributes:
+        ids: its prompt, and what was drawn so far.
+        most: tokens that may be drawn.
+        sequence: once it has been admitted.
+        joined: it decodes.
+    """
+
+    number: int
+    request: Request
+    ids: list[int]
+    most: int
+    num_drawn: int = 0
+    sequence: Sequence | None = None
+    joined: bool = False
+
+
+class _CancelledError(Exception):
+    """The request whose prompt is being taken in is not wanted any more."""
+
+
+class _Pace:
+    """Keeps the host at most one layer of a prompt ahead of the device, so that a clock tells what
+    the device has done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        if self._device.type != "cuda":
+            return
+        before, self._last = self._last, torch.cuda.Event()
+        self._last.record()
+        if before is not None:
+            before.synchronize()
+
+
+class Scheduler(Closing):
+    """See `Scheduling`, which this is.
+
+    Args:
+        parts: what it runs; nobody else may use rows and sampler meanwhile.
+        max_waiting: requests beyond these are refused while they wait.
+        clock: seconds; of the shares of prompts and answers.
+    """
+
+    def __init__(
+        self, parts: Parts, *, max_waiting: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._parts: Parts | None = parts
+        self._vocab, self._context_tokens = parts.vocab, parts.context_tokens
+        self._max_waiting, self._clock = max_waiting, clock
+        self._share = PromptShare(parts.prefill_share)
+        self._changed = threading.Condition()  # guards what follows, up to the next comment
+        self._waiting: deque[_Answer] = deque()
+        self._open: dict[int, _Answer] = {}
+        self._cancelled: set[int] = set()
+        self._refusal = ""
+        self._closing = False
+        self._number = 0
+        # Only within `_stepping`.
+        self._stepping = threading.Lock()
+        self._running: dict[int, _Answer] = {}  # by row
+        self._events: list[Event] = []
+        self._tell: Callable[[Event], None] = self._events.append
+        self._early: Callable[[Event], None] | None = None
+        self._fatal: FatalError | None = None
+        self._repeated = RepeatedToken()
+        self._counts = Counts()
+        self._ended: Counter[FinishReason] = Counter()
+
+    def submit(self, request: Request) -> int:
+        ids = check_ids(request.prompt_ids, self._vocab)
+        most = check_length(len(ids), request.max_tokens, self._context_tokens)
+        request.sampling.check_vocab(self._vocab)
+        with self._changed:
+            if self._refusal:
+                raise RequestError(self._refusal)
+            if len(self._waiting) >= self._max_waiting:
+                raise QueueFullError(
+                    f"{len(self._waiting)} requests wait already, which is the most",
+                    hint="try again later",
+                )
+            self._number += 1
+            answer = _Answer(self._number, request, ids, most)
+            self._open[answer.number] = answer
+            self._waiting.append(answer)
+            self._changed.notify_all()
+            return answer.number
+
+    def cancel(self, request_id: int) -> None:
+        with self._changed:
+            if request_id in self._open:
+                self._cancelled.add(request_id)
+                self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(self._has_work, timeout)
+
+    def _has_work(self) -> bool:
+        return bool(self._open or self._events or self._fatal)
+
+    def drain(self) -> None:
+        with self._changed:
+            self._refusal = self._refusal or "no more requests are taken"
+
+    def close(self) -> None:
+        with self._changed:
+            self._refusal, self._closing = "this engine is closed", True
+        with self._stepping:
+            parts, self._parts = self._parts, None
+            if parts is not None:
+                with parts.steps.exclusive():
+                    self._end_all(parts)
+        with self._changed:
+            self._changed.notify_all()
+
+    def counts(self) -> Counts:
+        with self._changed:
+            num_waiting, num_open = len(self._waiting), len(self._open)
+            ended = dict(self._ended)
+        parts = self._parts
+        num_blocks, num_used = (0, 0) if parts is None else parts.rows.num_blocks
+        return replace(
+            self._counts,
+            num_running=num_open - num_waiting,
+            num_waiting=num_waiting,
+            num_finished=ended,
+            num_blocks=num_blocks,
+            num_blocks_used=num_used,
+        )
+
+    def step(self, early: Callable[[Event], None] | None = None) -> list[Event]:
+        with self._stepping:
+            self._early = early
+            if self._parts is not None:
+                if self._fatal is not None:
+                    raise self._fatal
+                with self._parts.steps.exclusive():
+                    self._serve(self._parts)
+            events = list(self._events)
+            self._events.clear()
+            return events
+
+    def _serve(self, parts: Parts) -> None:
+        """One step: what is not wanted any more ends, then a prompt, or a token for each row."""
+        self._end_cancelled(parts)
+        answer = None if self._share.step_is_due else self._admit(parts)
+        if answer is not None:
+            self._begin(parts, answer)
+        elif self._running or parts.rows.num_in_flight:
+            self._decode(parts)
+        if not self._running:
+            self._share.forgive()
+
+    def _admit(self, parts: Parts) -> _Answer | None:
+        """The oldest request that waits, with a sequence, if there is room for it."""
+        with self._changed:
+            if not self._waiting:
+                return None
+            answer = self._waiting[0]
+            answer.sequence = parts.rows.open(len(answer.ids) + answer.most, answer.ids)
+            return None if answer.sequence is None else self._waiting.popleft()
+
+    def _begin(self, parts: Parts, answer: _Answer) -> None:
+        """Takes a prompt in and draws the first token; the answer then decodes."""
+        sequence, request = answer.sequence, answer.request
+        assert sequence is not None
+        # The rows change behind the prompt anyway, and a short one may fill slots itself.
+        self._drain(parts)
+        try:
+            num_shared = sequence.length
+            new_ids = answer.ids[num_shared:]
+            with parts.room(len(new_ids)):
+                logits_V = parts.take_in(sequence, new_ids, self._between_layers(parts, answer))
+                sequence.keep(answer.ids)
+                parts.sampler.start(
+                    sequence.row,
+                    request.sampling,
+                    prompt_ids=answer.ids,
+                    matcher=request.matcher,
+                )
+                draw = parts.sampler.draw(sequence.row, logits_V)
+        except _CancelledError:
+            self._end(parts, answer, FinishReason.CANCELLED)
+            return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, a request ends by it
+            self._fail(parts, [answer], error)
+            return
+        self._count(num_prompt_tokens=len(answer.ids), num_prefix_tokens=num_shared)
+        self._put(parts, answer, draw)
+        if answer.number in self._open:
+            parts.rows.join(sequence, draw.token, answer.most - 1)
+            answer.joined, self._running[sequence.row] = True, answer
+
+    def _between_layers(self, parts: Parts, answer: _Answer) -> Callable[[], None]:
+        """Serves the running answers while a prompt runs, by its share; ends the prompt with an
+        exception when it is not wanted any more."""
+        pace, since = _Pace(parts.device), self._clock()
+
+        def between() -> None:
+            nonlocal since
+            if self._closing:
+                raise RequestError("this engine is closed", hint="load the model again")
+            if answer.number in self._cancelled:
+                raise _CancelledError
+            if not self._running:
+                return
+            pace.wait()
+            self._share.prompt_ran(self._clock() - since)
+            with self._telling_early():
+                self._end_cancelled(parts)
+                while self._running and self._share.step_is_due:
+                    self._decode(parts, ahead=False)
+            since = self._clock()
+
+        return between
+
+    @contextmanager
+    def _telling_early(self) -> Iterator[None]:
+        self._tell = self._early or self._events.append
+        try:
+            yield
+        finally:
+            self._tell = self._events.append
+
+    def _decode(self, parts: Parts, *, ahead: bool = True) -> None:
+        """A token for each row."""
+        began = self._clock()
+        drawn = self._drawn(parts, lambda: parts.rows.step(ahead=ahead))
+        self._share.step_ran(self._clock() - began)
+        self._count(num_steps=1)
+        self._put_all(parts, drawn)
+
+    def _drain(self, parts: Parts) -> None:
+        """Takes in what is in flight."""
+        self._put_all(parts, self._drawn(parts, parts.rows.drain))
+
+    def _drawn(
+        self, parts: Parts, run: Callable[[], list[tuple[int, Draw]]]
+    ) -> list[tuple[int, Draw]]:
+        """What a step drew; nothing if it failed, and then all that it served have."""
+        try:
+            with parts.room(len(self._running)):
+                return run()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, requests end by it
+            parts.rows.forget()
+            self._fail(parts, list(self._running.values()), error, mend=True)
+            return []
+
+    def _put_all(self, parts: Parts, drawn: list[tuple[int, Draw]]) -> None:
+        for row, draw in drawn:
+            # A row may have ended by the draw before, with this one queued behind it.
+            if row in self._running:
+                self._put(parts, self._running[row], draw)
+
+    def _put(self, parts: Parts, answer: _Answer, draw: Draw) -> None:
+        """One more token of an answer, which may be its last."""
+        assert answer.sequence is not None
+        row, sampler = answer.sequence.row, parts.sampler
+        try:
+            token = draw.require_finite()
+            sampler.accept(row, token)
+        except RequestError as error:
+            self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=error))
+            return
+        answer.ids.append(token)
+        answer.num_drawn += 1
+        self._repeated.look(answer.ids, answer.num_drawn)
+        self._count(num_generated_tokens=1)
+        event = Event(
+            request_id=answer.number, token_id=token, logprobs=sampler.logprobs(row, draw)
+        )
+        if token in answer.request.stop_ids or sampler.is_complete(row):
+            self._end(parts, answer, FinishReason.STOP, event)
+        elif answer.num_drawn == answer.most:
+            self._end(parts, answer, FinishReason.LENGTH, event)
+        else:
+            self._tell(event)
+
+    def _end_cancelled(self, parts: Parts) -> None:
+        with self._changed:
+            gone = [self._open[number] for number in self._cancelled if number in self._open]
+        for answer in gone:
+            # A prompt that is being taken in ends by itself.
+            if answer.joined or answer.sequence is None:
+                self._end(parts, answer, FinishReason.CANCELLED)
+
+    def _end(
+        self, parts: Parts, answer: _Answer, reason: FinishReason, last: Event | None = None
+    ) -> None:
+        """The one end of a request: first its memory is free, then whoever asked is told.
+
+        Args:
+            last: what it is told besides.
+        """
+        sequence = answer.sequence
+        if answer.joined and sequence is not None:
+            del self._running[sequence.row]
+            parts.rows.leave(sequence.row)
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                # The newest token was drawn, and never taken in.
+                sequence.keep(answer.ids[:-1], decoded=True)
+        if sequence is not None:
+            sequence.close()
+        with self._changed:
+            if sequence is None:
+                self._waiting.remove(answer)
+            del self._open[answer.number]
+            self._cancelled.discard(answer.number)
+            self._ended[reason] += 1
+        event = last or Event(request_id=answer.number)
+        self._tell(replace(event, request_id=answer.number, finish_reason=reason))
+
+    def _fail(
+        self,
+        parts: Parts,
+        answers: Iterable[_Answer],
+        error: BaseException,
+        *,
+        mend: bool = False,
+    ) -> None:
+        """Ends answers by an error; all that are left if nothing runs on the device any more.
+
+        Raises:
+            BaseException: the error, where it is no failure but an interruption.
+        """
+        told = explain_failure(error, parts.device)
+        if not isinstance(error, HotsetError | KeyboardInterrupt):
+            logger.error("a step failed", exc_info=error)
+        if isinstance(told, FatalError):
+            self._fatal = told
+            answers = self._open.values()
+        elif mend:
+            parts.steps.mend()
+        for answer in list(answers):
+            self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=told))
+        if not isinstance(error, Exception):
+            raise error
+
+    def _end_all(self, parts: Parts) -> None:
+        error = RequestError("this engine is closed", hint="load the model again")
+        for answer in list(self._open.values()):
+            self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=error))
+        if self._fatal is None:
+            self._drain(parts)
+
+    def _count(self, **more: int) -> None:
+        old = self._counts
+        self._counts = replace(
+            old, **{name: getattr(old, name) + number for name, number in more.items()}
+        )

@@ -1,0 +1,140 @@
+"""Prefixes that are reused: bit for bit what is computed anew where forwards are cut alike, and
+within what another cut may change elsewhere."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from families import Family, continuation_bound, difference, make_family, text
+from hotset.core.errors import HardwareError
+from hotset.runtime.engine import Engine
+from hotset.runtime.kv_blocks import PrefixIndex
+from hotset.runtime.requests import Request
+from scheduling import Answers
+
+CHUNK, CONTEXT = 64, 256
+FIRST = text(150)
+# It goes on differently in the middle of the third chunk.
+SECOND = [*FIRST[:140], *text(40, seed=2)]
+# Texts whose forwards are cut otherwise where 32 tokens and their multiples are reused.
+OTHERS = [SECOND[:101], SECOND[:120], SECOND[:133], SECOND[:170]]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+def make_engine(family: Family, *, reuse: bool = True, exact: bool = False) -> Engine:
+    return family.engine(
+        context_tokens=CONTEXT,
+        prefill_chunk=CHUNK,
+        max_batch=2,
+        batch_invariant=exact,
+        prefix_reuse=reuse,
+    )
+
+
+def ask(engine: Engine, *prompts: list[int], max_tokens: int = 6) -> tuple[list[torch.Tensor], int]:
+    """Logits [V] of each prompt's last token, one request after the other; prefix tokens reused."""
+    logits: list[torch.Tensor] = []
+    take_in = engine._take_in
+
+    def watched(*args: object) -> torch.Tensor:
+        logits.append(take_in(*args).clone())  # type: ignore[arg-type]
+        return logits[-1]
+
+    engine._take_in = watched  # type: ignore[assignment, method-assign]
+    got = Answers()
+    with engine.scheduling(max_waiting=4) as scheduler:
+        for prompt in prompts:
+            scheduler.submit(Request(prompt_ids=prompt, max_tokens=max_tokens))
+            got.run(scheduler)
+        return logits, scheduler.counts().num_prefix_tokens
+
+
+def test_whole_chunks_are_reused_bit_for_bit(family: Family) -> None:
+    """Two chunks of the second prompt are the first's: the same forwards follow, so the same bits
+    do. The control: without whole chunks the forwards are others, and so are low bits."""
+    with make_engine(family, reuse=False, exact=True) as engine:
+        (_, expected), num_reused = ask(engine, FIRST, SECOND)
+        assert num_reused == 0
+    with make_engine(family, exact=True) as engine:
+        (_, again), num_reused = ask(engine, FIRST, SECOND)
+        assert num_reused == 2 * CHUNK
+    assert torch.equal(again, expected)
+    with make_engine(family) as engine:
+        (_, *found), num_reused = ask(engine, FIRST[:66], *OTHERS)
+        assert num_reused > 0
+    with make_engine(family, reuse=False, exact=True) as engine:
+        want, _ = ask(engine, *OTHERS)
+    assert not all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
+def test_any_block_is_reused_within_the_bound(family: Family) -> None:
+    """An answer's tokens too: a conversation goes on from what decode steps put there."""
+    with make_engine(family, reuse=False) as engine:
+        want_TV = engine.logits(SECOND[:133])
+        bound = continuation_bound(engine, want_TV)
+    with make_engine(family) as engine:
+        (_, found), num_reused = ask(engine, SECOND[:70], SECOND[:133])
+    assert num_reused == 64 and difference(found, want_TV[-1]) <= bound
+
+
+def test_an_answer_is_part_of_the_next_prompt(family: Family) -> None:
+    with make_engine(family) as engine:
+        steps = engine.generate_ids(FIRST[:60], max_tokens=50, stop_ids=frozenset())
+        whole = [*FIRST[:60], *(step.token_id for step in steps)]
+        want_TV = engine.logits([*whole, 7])
+        (found,), num_reused = ask(engine, [*whole, 7])
+    assert num_reused == 96, "three blocks, the last of them the answer's"
+    assert difference(found, want_TV[-1]) <= continuation_bound(engine, want_TV)
+
+
+def test_wrong_blocks_are_beyond_the_bound(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the bounds: blocks named by their place alone are another text's."""
+
+    def chain(self: PrefixIndex, ids: list[int]) -> list[bytes]:
+        return [bytes([end // 32]) for end in range(32, len(ids) + 1, 32)]
+
+    monkeypatch.setattr(PrefixIndex, "_chain", chain)
+    with make_engine(family) as engine:
+        want_TV = engine.logits(text(133, seed=5))
+        (_, found), num_reused = ask(engine, FIRST, text(133, seed=5))
+    assert num_reused == 128
+    assert difference(found, want_TV[-1]) > continuation_bound(engine, want_TV)
+
+
+def test_two_that_run_share_what_they_begin_with(family: Family) -> None:
+    """The system prompt of two conversations at the same time lies in the pool once."""
+    with make_engine(family) as engine, engine.scheduling(max_waiting=4) as scheduler:
+        for prompt in (FIRST, SECOND):
+            scheduler.submit(Request(prompt_ids=prompt, max_tokens=20))
+        got = Answers()
+        while len(got.tokens) < 2:
+            got.step(scheduler)
+        # 150 and 180 tokens: 5 and 6 blocks, 4 of them common.
+        assert scheduler.counts().num_blocks_used == 5 + 6 - 4
+        got.run(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [("gpt_oss", "sliding windows keep the newest tokens only"), ("qwen3_next", "")],
+)
+def test_what_cannot_be_shared_is_said(
+    tmp_path_factory: pytest.TempPathFactory,
+    caplog: pytest.LogCaptureFixture,
+    model_type: str,
+    words: str,
+) -> None:
+    other = make_family(model_type, tmp_path_factory.mktemp("model"))
+    with caplog.at_level(logging.WARNING), make_engine(other) as engine:
+        _, num_reused = ask(engine, FIRST[:60], FIRST[:60])
+    assert num_reused == 0
+    assert any(f"prefixes are not reused: {words}" in said for said in caplog.messages)
+    with pytest.raises(HardwareError, match=r"prefixes are not reused|one by one|library's cache"):
+        other.engine(context_tokens=CONTEXT, prefix_reuse=True, strict=True)

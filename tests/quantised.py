@@ -232,6 +232,20 @@ DIALECTS: dict[str, Dialect] = {
     "awq": awq(),
 }
 
+
+def _matrices(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """A tensor by its name; one of all experts as tools take it apart that quantise layers."""
+    head, _, last = name.rpartition(".")
+    if not head.endswith(".experts") or last not in ("gate_up_proj", "down_proj"):
+        return [(name, tensor)]
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    return [
+        (f"{head}.{expert}.{part}.weight", rows)
+        for expert, matrix in enumerate(tensor)
+        for part, rows in zip(parts, matrix.chunk(len(parts)), strict=True)
+    ]
+
+
 EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 
 
@@ -256,13 +270,15 @@ def quantise_folder(
     tensors = load_file(plain / "model.safetensors")
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in list(tensors.items()):
-        dialect = dialect_of(name)
-        if dialect is None:
-            packed[name] = tensor
-            continue
-        group, tensors[name] = dialect.make(*tensor.shape, rng)
-        head = name.removesuffix(".weight")
-        packed |= {f"{head}.{suffix}": value for suffix, value in group.items()}
+        for one, rows in _matrices(name, tensor):
+            dialect = dialect_of(one)
+            if dialect is None:
+                packed[name] = tensor
+                continue
+            group, matrix = dialect.make(*rows.shape, rng)
+            rows.copy_(matrix)
+            head = one.removesuffix(".weight")
+            packed |= {f"{head}.{suffix}": value for suffix, value in group.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     save_file(packed, output / "model.safetensors", metadata={"format": "pt"})
     values = json.loads((output / "config.json").read_text())

@@ -43,6 +43,7 @@ FAMILIES = [
     ("mixtral", "awq", "awq"),
     ("olmoe", "gptq, activation order", None),
     ("qwen3_moe", "nvfp4, compressed-tensors", "fp8 rows"),
+    ("gemma4", "nvfp4, ModelOpt", None),  # whose library class has one tensor of all experts
 ]
 
 

@@ -20,6 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     apply_renamings,
@@ -39,6 +41,21 @@ _TOWER = re.compile(
 # Parts that a layer for multi-token prediction has and a decoder layer has not.
 _PREDICTION = re.compile(r"\.(eh_proj|e_proj|h_proj|enorm|hnorm|embed_tokens|shared_head)\.")
 
+_ONE_EXPERT = re.compile(r"(.+)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+# What makes the library's parameters of them, by its own operations.
+_TAKEN_APART = (
+    WeightConverter(
+        ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"],
+        "gate_up_proj",
+        operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+    ),
+    WeightConverter(
+        ["experts.*.down_proj.weight"], "down_proj", operations=[MergeModulelist(dim=0)]
+    ),
+    WeightConverter(["experts.*.up_proj.weight"], "up_proj", operations=[MergeModulelist(dim=0)]),
+)
+
 TOWER_REASON = "a vision or audio tower, not loaded for text"
 BUFFER_REASON = "a buffer that the model computes by itself"
 SCALE_REASON = "scales of a quantised cache or of activations, which stay in 16 bits here"
@@ -56,6 +73,8 @@ class ExpertPiece:
         part: index into the converter's sources, e.g. gate 0, up 1; 0 without a converter.
         expert: id, or `None` when the tensor holds all experts of the layer.
         converter: what the library does with it, `None` when it is only renamed.
+        foreign: the library knows no such tensor: others take the experts of this layer apart when
+            they quantise them.
     """
 
     entry: TensorEntry
@@ -63,6 +82,7 @@ class ExpertPiece:
     part: int
     expert: int | None
     converter: WeightConverter | None
+    foreign: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +226,7 @@ class _Classifier:
         if target in self._core:
             converter = None if source is None else self._by_source[source]
             return CoreTensor(entry, target, source, converter), target
-        return self._piece(entry, target, source), target
+        return self._piece(entry, target, source) or self._taken_apart(entry, target), target
 
     def _rename(self, key: str) -> tuple[str, str | None]:
         target, source = rename_source_key(
@@ -233,6 +253,25 @@ class _Classifier:
         if match is None:
             return None
         return ExpertPiece(entry, param, part, int(match.group(1)), converter)
+
+    def _taken_apart(self, entry: TensorEntry, target: str) -> ExpertPiece | None:
+        """A piece of an expert of which the library knows only the tensor of all experts.
+
+        Tools that quantise linear layers make one of each expert's projections, and publish them
+        under these names.
+        """
+        for name in self._names(target):
+            match = _ONE_EXPERT.fullmatch(name)
+            if match is None:
+                continue
+            module, expert, projection = match.groups()
+            for converter in _TAKEN_APART:
+                source = f"experts.*.{projection}.weight"
+                param = self._params.get(f"{module}.{converter.target_patterns[0]}")
+                if param and source in converter.source_patterns:
+                    part = converter.source_patterns.index(source)
+                    return ExpertPiece(entry, param, part, int(expert), converter, foreign=True)
+        return None
 
     def layers_beyond(self, targets: Iterable[str]) -> set[int]:
         """The layers of these tensors that are beyond the model's depth."""

@@ -7,6 +7,7 @@ file stays mapped. Knows nothing of the module tree.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from threading import Lock
 from types import EllipsisType
 
@@ -14,7 +15,7 @@ import torch
 
 from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.index import TensorEntry
-from hotset.checkpoint.mapping import KeyMap
+from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, dequantise_entry
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
@@ -57,6 +58,26 @@ class LazyTensor:
         return read_tensor(self._reader, self._entry)
 
 
+class _LazyExperts:
+    """A parameter of all experts, put together from tensors of one each when it is read."""
+
+    def __init__(self, pieces: list[ExpertPiece], tensors: dict[str, LazyTensor]) -> None:
+        self._pieces, self._tensors = pieces, tensors
+        self.shape = torch.Size(pieces[0].param.shape)
+        self.dtype = tensors[pieces[0].entry.name].dtype
+
+    def __getitem__(self, item: EllipsisType) -> torch.Tensor:
+        """The whole parameter, in memory of its own."""
+        assert item is ...
+        made = torch.empty(self.shape, dtype=self.dtype)
+        for piece in self._pieces:
+            assert piece.converter is not None and piece.expert is not None
+            num_parts = len(piece.converter.source_patterns)
+            rows = made[piece.expert].unflatten(0, (num_parts, -1))[piece.part]
+            rows.copy_(self._tensors[piece.entry.name][...])
+        return made
+
+
 def read_tensor(reader: ShardReader, entry: TensorEntry) -> torch.Tensor:
     """Reads one tensor and requires that it is finite.
 
@@ -97,11 +118,22 @@ def resident_state_dict(
 
 def whole_state_dict(
     key_map: KeyMap, reader: ShardReader, *, dtype: torch.dtype
-) -> dict[str, LazyTensor]:
-    """The same with the experts: what the stock model is loaded from."""
+) -> dict[str, LazyTensor | _LazyExperts]:
+    """The same with the experts: what the stock model is loaded from.
+
+    Those that the library knows only as one tensor of all experts are that here.
+    """
     entries = [tensor.entry for tensor in key_map.core]
-    entries += [piece.entry for piece in key_map.pieces]
-    return _lazy(entries, reader, dtype)
+    entries += [piece.entry for piece in key_map.pieces if not piece.foreign]
+    apart: dict[str, list[ExpertPiece]] = defaultdict(list)
+    for piece in key_map.pieces:
+        if piece.foreign:
+            apart[piece.param.full_name].append(piece)
+    put_together = {
+        name: _LazyExperts(pieces, _lazy([p.entry for p in pieces], reader, dtype))
+        for name, pieces in apart.items()
+    }
+    return _lazy(entries, reader, dtype) | put_together
 
 
 def _lazy(

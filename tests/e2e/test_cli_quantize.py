@@ -1,0 +1,134 @@
+"""`hotset quantize` from its arguments to a checkpoint that loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from families import Family, make_family, text
+from hotset.checkpoint.index import CheckpointIndex
+from hotset.checkpoint.packed import PackedEntry, fold
+from hotset.checkpoint.quantised import declared_quantisation
+from hotset.checkpoint.rtn import TARGETS, quantise
+from hotset.cli.main import main
+from hotset.cli.quantize import FORMATS
+from hotset.runtime.verify import check_records, check_stock
+from hotset.runtime.weights import CheckpointWeights
+from tiny import tiny_config
+
+# Largest distance of a value from the nearest of its format, relative to its group's largest: half
+# of the widest gap between codes. INT4 has codes -8..7 and a scale of largest / 7.5, so that the
+# largest itself, at 7.5, is half a step away, and BF16 scales are 2^-9 off; E2M1's gap of 2 below
+# 6, whose scale as E4M3 is up to 2^-4 off (NVFP4), or a power of two up to which the largest is
+# cut off at 6 of 8 (MXFP4); E4M3 has 4 bits of precision.
+ERRORS = {"int4": 0.5 / 7.5 + 2**-8, "fp8": 2**-4, "nvfp4": 1 / 6 + 2**-4, "mxfp4": 0.25}
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    code = caught.value.code
+    captured = capsys.readouterr()
+    return int(code or 0), captured.out, captured.err
+
+
+def config_of(model_type: str) -> Any:
+    """Sizes that are multiples of a group."""
+    config = tiny_config(model_type)
+    text_config = config.get_text_config()
+    for name in ("moe_intermediate_size", "intermediate_size"):
+        if getattr(text_config, name, None):
+            setattr(text_config, name, 32)
+    return config
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_values_go_to_the_nearest_code(target: str) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)) * 0.1
+    tensors = quantise(weight, target)
+    group = {"int4": 32, "nvfp4": 16, "mxfp4": 32, "fp8": 64}[target]
+    largest = weight.unflatten(1, (-1, group)).abs().amax(-1, keepdim=True)
+    if target == "fp8":
+        largest = largest.amax().expand_as(largest)
+    back = unpacked(tensors, target)
+    error = ((back - weight).unflatten(1, (-1, group)).abs() / largest).max()
+    assert error <= ERRORS[target]
+    assert error >= ERRORS[target] / 16  # the bound says something
+
+
+def unpacked(tensors: dict[str, torch.Tensor], target: str) -> torch.Tensor:
+    from hotset.checkpoint.formats.fp8 import Fp8
+    from hotset.checkpoint.formats.int4 import Int4
+    from hotset.checkpoint.formats.mxfp4 import Mxfp4
+    from hotset.checkpoint.formats.nvfp4 import Nvfp4
+
+    shape = (40, 64)
+    formats = {
+        "int4": Int4(shape, 32, "bfloat16", zeros=False, ordered=False),
+        "fp8": Fp8(shape, "weight_scale", "float32", (128, 128)),
+        "nvfp4": Nvfp4(shape, "weight_packed"),
+        "mxfp4": Mxfp4(shape, ("weight_packed", "weight_scale")),
+    }
+    return formats[target].dequantise(tensors)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target"), [("qwen3_moe", "int4"), ("gemma4", "nvfp4"), ("mixtral", "mxfp4")]
+)
+def test_a_quantised_checkpoint_loads_and_is_right(
+    model_type: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_family(model_type, tmp_path / "plain", config=config_of(model_type))
+    output = tmp_path / "quantised"
+    code, out, err = run(capsys, "quantize", plain.folder, "--format", target, "-o", output)
+    assert code == 0 and str(output) in out
+    assert "calibrated quantisation" in err
+    packed = Family(output, CheckpointWeights(str(output), dtype="float32"))
+    assert {layer.expert.up_format.name for layer in packed.source.geometry.layers} == {target}
+    with packed.engine() as engine:
+        assert check_records(engine, packed.source).ok
+        for check in check_stock(engine, packed.source, text(24)):
+            assert check.ok, check
+    index = fold(CheckpointIndex.read(output), declared_quantisation(output))
+    before = load_file(plain.folder / "model.safetensors")
+    kept = {n: t for n, t in load_file(next(output.glob("*.safetensors"))).items() if n in before}
+    assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
+    assert sum(isinstance(entry, PackedEntry) for entry in index.values()) == 3 * sum(
+        layer.num_experts for layer in packed.source.geometry.layers
+    )
+
+
+def test_the_result_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    output = tmp_path / "new"
+    code, out, _ = run(capsys, "quantize", plain.folder, "--format", "fp8", "-o", output, "--json")
+    data = json.loads(out)
+    assert code == 0 and data["format"] == "fp8"
+    files = sum(entry.nbytes for entry in CheckpointIndex.read(output).values())
+    assert data["num_bytes"] == files < data["source_bytes"]
+
+
+def test_what_cannot_be_quantised_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    output = tmp_path / "new"
+    code, _, err = run(capsys, "quantize", plain.folder, "--format", "int3", "-o", output)
+    assert code == 2 and "`--format int3` is not one of int4, fp8, nvfp4, mxfp4" in err
+    code, _, err = run(capsys, "quantize", plain.folder, "-o", plain.folder)
+    assert code == 2 and "is there already" in err
+    run(capsys, "quantize", plain.folder, "-o", output)
+    code, _, err = run(capsys, "quantize", output, "-o", tmp_path / "again")
+    assert code == 1 and "is quantised already" in err
+    small = make_family("qwen3_moe", tmp_path / "small")
+    code, _, err = run(capsys, "quantize", small.folder, "-o", tmp_path / "third")
+    assert code == 1 and "needs a multiple of 32" in err
+
+
+def test_names_on_the_command_line_are_those_of_the_formats() -> None:
+    assert set(FORMATS) == set(TARGETS)

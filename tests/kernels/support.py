@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hotset.bench.random_records import fill_random
+from hotset.core.formats import PLAIN, WeightFormat
 from hotset.core.geometry import Activation, ExpertSpec, Gate, GateForm
+from hotset.kernels.dequantise import multiplied_weights
 from hotset.kernels.reference import apply_gate, record_fields
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -67,20 +70,25 @@ def make_experts(
     dtype: str = "float32",
     seed: int = 0,
     device: torch.device = DEVICE,
+    weights: WeightFormat = PLAIN,
+    down_weights: WeightFormat | None = None,
 ) -> Experts:
     """Random experts whose activations are of order 1; bytes between fields are not 0."""
     spec = ExpertSpec.build(
-        hidden=hidden, intermediate=intermediate, gate=gate, has_bias=bias, dtype=dtype
+        hidden=hidden,
+        intermediate=intermediate,
+        gate=gate,
+        has_bias=bias,
+        dtype=dtype,
+        weights=weights,
+        down_weights=down_weights,
     )
     source = torch.Generator(device).manual_seed(seed)
     shape = (num_experts, spec.record_bytes)
     experts = Experts(
         spec, torch.randint(256, shape, dtype=torch.uint8, generator=source, device=device)
     )
-    for expert in range(num_experts):
-        for name, value in experts.fields(expert).items():
-            noise = torch.randn(value.shape, generator=source, device=device)
-            value.copy_(noise * (0.3 if name.endswith("bias") else value.shape[-1] ** -0.5))
+    fill_random(experts.records, spec, source)
     return experts
 
 
@@ -126,7 +134,10 @@ def oracle(experts: Experts, x_TH: torch.Tensor, ids_TK: torch.Tensor) -> Oracle
     for expert in range(len(experts.records)):
         token, choice = torch.where(ids_TK == expert)
         if len(token):
-            field = {name: v.double() for name, v in experts.fields(expert).items()}
+            field = experts.fields(expert)
+            up, down = multiplied_weights(field, experts.spec)
+            field = {name: v.double() for name, v in field.items()}
+            field |= {"up": up.double(), "down": down.double()}
             y, slack = _one_expert(x_TH[token].double(), field, experts.spec)
             value[token, choice], bound[token, choice] = y, slack + bound[0, 0, 0]
     return Oracle(value, bound)

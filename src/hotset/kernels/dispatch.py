@@ -65,6 +65,20 @@ class Kernels(Protocol):
             FP32 [T, K, H], `out` if given.
         """
 
+    def dequantise_records(
+        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+    ) -> None:
+        """Writes N records as plain ones, for `expert_outputs` with `spec.as_plain()`.
+
+        The weights are those that `expert_outputs` makes of the packed records, bit for bit; a
+        prompt multiplies with each many times and so saves making them again.
+
+        Args:
+            address_N: int64 [N], addresses of records; the row of a 0 is left untouched.
+            spec: of the packed records.
+            out_ND: uint8 [N, plain record bytes], contiguous, rows at multiples of 64 bytes.
+        """
+
     def match(
         self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
     ) -> None:
@@ -138,6 +152,12 @@ class ReferenceKernels:
         check_inputs(x_TH, ids_TK, address_E, spec, out)
         return reference.expert_outputs(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
 
+    def dequantise_records(
+        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+    ) -> None:
+        check_plain_records(address_N, spec, out_ND)
+        reference.dequantise_records(address_N, spec, out_ND)
+
     def match(
         self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
     ) -> None:
@@ -202,6 +222,14 @@ class TritonKernels:
         grouping = grouping or self.group(ids_TK, address_E.numel())
         return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
 
+    def dequantise_records(
+        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+    ) -> None:
+        from hotset.kernels.dequantise_records import dequantise_records
+
+        check_plain_records(address_N, spec, out_ND)
+        dequantise_records(address_N, spec, out_ND)
+
     def match(
         self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None
     ) -> None:
@@ -255,6 +283,13 @@ def check_inputs(
     if out is not None:
         assert out.shape == (num_tokens, top_k, spec.hidden), out.shape
         assert out.dtype == torch.float32 and out.is_contiguous()
+
+
+def check_plain_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
+    """Our own contract for `dequantise_records`."""
+    assert address_N.dtype == torch.int64 and address_N.ndim == 1 and address_N.is_contiguous()
+    assert out_ND.shape == (len(address_N), spec.as_plain().record_bytes), out_ND.shape
+    assert out_ND.dtype == torch.uint8 and out_ND.is_contiguous()
 
 
 def select_kernels(device: torch.device, forced: str | None = None) -> Kernels:

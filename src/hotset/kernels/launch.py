@@ -42,6 +42,14 @@ class Tile:
 ONE_TOKEN_UP = {2: Tile(8, 512, 4, 3), 4: Tile(8, 256, 4, 3)}
 ONE_TOKEN_DOWN = {2: Tile(8, 256, 4, 3), 4: Tile(8, 128, 4, 3)}
 
+# One token and codes: by codes of a word. As many bytes in a step as above; a thread adds up a
+# word's products first, so that many columns need few accumulators.
+ONE_TOKEN_UP_PACKED = {8: Tile(8, 2048, 4, 2), 4: Tile(8, 1024, 4, 2)}
+ONE_TOKEN_DOWN_PACKED = {8: Tile(8, 1024, 4, 2), 4: Tile(8, 512, 4, 2)}
+# Of a row's steps at most this share may lie beyond its end: lanes without work.
+_MOST_WASTE = 1 / 3
+_LEAST_COLUMNS = 64
+
 # Many tokens, by (bytes of an element, tokens of a block). Up to 64 tokens it is the reading of
 # weights that takes time: narrow tiles, many programs, 256-byte row pieces. FP32 is IEEE, which
 # has no tensor core, so small tiles keep it in registers. Of two tiles the second is for cards
@@ -58,6 +66,25 @@ GROUPED = {
 }
 _MIN_STAGES = 3
 
+# Many tokens and codes, by (bytes of an element, tokens of a block) and codes of a word: steps of
+# whole 128-byte lines of codes, while weights of one step fit shared memory beside the inputs of
+# several. Prompts run over dequantised records; the block of 128 is for whoever does not.
+GROUPED_PACKED = {
+    (2, 16): {8: Tile(64, 256, 4, 3), 4: Tile(64, 128, 4, 4)},
+    (2, 32): {8: Tile(64, 256, 4, 3), 4: Tile(64, 128, 4, 4)},
+    (2, 64): {8: Tile(64, 128, 4, 3, group=4), 4: Tile(64, 128, 4, 3, group=4)},
+    (2, 128): {8: Tile(64, 128, 8, 3, group=8), 4: Tile(64, 128, 8, 3, group=8)},
+    (4, 16): {8: Tile(32, 32, 4, 2), 4: Tile(32, 32, 4, 2)},
+    (4, 32): {8: Tile(32, 32, 4, 2), 4: Tile(32, 32, 4, 2)},
+    (4, 64): {8: Tile(64, 16, 4, 2, group=4), 4: Tile(64, 16, 4, 2, group=4)},
+    (4, 128): {8: Tile(64, 16, 8, 2, group=8), 4: Tile(64, 16, 8, 2, group=8)},
+}
+
+
+# Dequantising whole records, by codes of a word: each step reads 128 bytes of a row or more. What
+# it computes does not depend on the tile.
+DEQUANTISE = {8: Tile(16, 512, 4, 2), 4: Tile(16, 256, 4, 2), 1: Tile(16, 256, 4, 2)}
+
 
 def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
     """Tokens in one block of the grouped kernels: 16, 32, 64 or 128.
@@ -70,8 +97,39 @@ def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 128 if num_tokens * top_k > _MEAN_TOKENS_FOR_128 * num_experts else 64
 
 
-def grouped_tile(element_bytes: int, block_tokens: int, shared_bytes: int) -> Tile:
-    """The table's tile that fits a block's shared memory, with the stages that fit."""
+def packed_one_token_tile(tile: Tile, columns: int) -> Tile:
+    """The tile with fewer columns where much of a row's last step would lie beyond its end.
+
+    Args:
+        tile: of `ONE_TOKEN_UP_PACKED` or `ONE_TOKEN_DOWN_PACKED`.
+        columns: K of the matrix.
+    """
+    cols = tile.cols
+    while cols > _LEAST_COLUMNS and -columns % cols > _MOST_WASTE * columns:
+        cols //= 2
+    return replace(tile, cols=cols)
+
+
+def grouped_tile(
+    element_bytes: int, block_tokens: int, shared_bytes: int, per_word: int = 1
+) -> Tile:
+    """The table's tile that fits a block's shared memory, with the stages that fit.
+
+    Args:
+        element_bytes: of the compute dtype.
+        block_tokens: tokens of a block.
+        shared_bytes: shared memory of a block.
+        per_word: codes of a 32-bit word; 1 where weights are plain.
+    """
+    if per_word > 1:
+        tile = GROUPED_PACKED[element_bytes, block_tokens][per_word]
+        # Of each stage inputs and codes; of one the weights that were made of them.
+        step_bytes = (
+            block_tokens * tile.cols * element_bytes + tile.rows * tile.cols * 4 // per_word
+        )
+        weights_bytes = tile.rows * tile.cols * element_bytes
+        stages = min(tile.stages, (shared_bytes - weights_bytes) // step_bytes)
+        return replace(tile, stages=max(1, stages))
     tiles = GROUPED[element_bytes, block_tokens]
     for tile in tiles:
         step_bytes = (block_tokens + tile.rows) * tile.cols * element_bytes

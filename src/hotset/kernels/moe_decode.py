@@ -5,7 +5,8 @@
 Knows addresses, not where they lead, and nothing of the policy behind them. Products are summed
 in FP32 in a [rows, cols] accumulator and reduced once at the end (FMA form: with one token a
 tensor core would wait for bytes all the same, and this form reached 1.00 of the link's speed of
-light on an H200). With `FILL` what has been read is also written to the expert's slot.
+light on an H200). With `FILL` what has been read is also written to the expert's slot. Quantised
+weights become weights of the compute dtype in registers (`packed`) and nothing else changes.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -27,7 +28,15 @@ from hotset.kernels.device import (
     round_to,
     up_rows,
 )
-from hotset.kernels.launch import ONE_TOKEN_DOWN, ONE_TOKEN_UP
+from hotset.kernels.launch import (
+    ONE_TOKEN_DOWN,
+    ONE_TOKEN_DOWN_PACKED,
+    ONE_TOKEN_UP,
+    ONE_TOKEN_UP_PACKED,
+    Tile,
+    packed_one_token_tile,
+)
+from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
 @triton.jit
@@ -49,26 +58,66 @@ def _row_sums(
     fill,
     rows,
     inside,
-    OFFSET: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Dot products of `vector` with `rows` of the matrix at `OFFSET` of a record: [ROWS] FP32."""
-    weights = field_pointer(record, OFFSET, vector.dtype.element_ty)
-    slot = field_pointer(fill, OFFSET, vector.dtype.element_ty)
-    whole_cols: tl.constexpr = COLUMNS % COLS == 0
+    """Dot products of `vector` with `rows` of a plain matrix of a record: [ROWS] FP32."""
+    weights = field_pointer(record, M.offset, vector.dtype.element_ty)
+    slot = field_pointer(fill, M.offset, vector.dtype.element_ty)
+    whole_cols: tl.constexpr = M.columns % COLS == 0
     whole: tl.constexpr = WHOLE_ROWS and whole_cols
     acc = tl.zeros((ROWS, COLS), tl.float32)
-    for first in range(0, COLUMNS, COLS):
+    for first in range(0, M.columns, COLS):
         cols = first + tl.arange(0, COLS)
-        offsets = rows[:, None] * COLUMNS + cols[None, :]
-        tile = inside[:, None] & (cols < COLUMNS)[None, :]
-        v = load_tile(vector + cols, cols < COLUMNS, whole_cols)
+        offsets = rows[:, None] * M.columns + cols[None, :]
+        tile = inside[:, None] & (cols < M.columns)[None, :]
+        v = load_tile(vector + cols, cols < M.columns, whole_cols)
         w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
         acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def _packed_row_sums(
+    vector,
+    record,
+    fill,
+    rows,
+    inside,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`_row_sums` of a quantised matrix: a word's products are added first, within a thread."""
+    words: tl.constexpr = COLS // M.per_word
+    acc = tl.zeros((ROWS, words), tl.float32)
+    for first in range(0, M.columns, COLS):
+        w = packed_tile(
+            record,
+            fill,
+            rows,
+            inside,
+            first,
+            M,
+            vector.dtype.element_ty,
+            tl.float32,
+            ROWS,
+            COLS,
+            WHOLE_ROWS,
+            FILL,
+            INTERPRET,
+        )
+        cols = first + tl.arange(0, COLS)
+        inputs = input_columns(record, fill, rows, cols, M, FILL)
+        v = load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
+        products = w * v.to(tl.float32)[None, :]
+        acc += tl.sum(tl.reshape(products, (ROWS, words, M.per_word)), 2)
     return tl.sum(acc, 1)
 
 
@@ -83,7 +132,7 @@ def _up_kernel(
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     CHOICES: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -112,7 +161,10 @@ def _up_kernel(
 
     first = tl.program_id(0) * units
     rows, inside = up_rows(first, INTER, ROWS, GATED)
-    u = _row_sums(x_H, record, fill, rows, inside, WEIGHT, HIDDEN, ROWS, COLS, whole, FILL)
+    if M.codes == "plain":
+        u = _row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL)
+    else:
+        u = _packed_row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     g = u
@@ -134,13 +186,14 @@ def _down_kernel(
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
     CHOICES: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     FILL: tl.constexpr,
     ZERO_ABSENT: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     choice = tl.program_id(1)
     expert = tl.load(ids_K + choice)
@@ -158,7 +211,10 @@ def _down_kernel(
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
 
     h_I = h_KI + choice * INTER
-    y = _row_sums(h_I, record, fill, rows, inside, WEIGHT, INTER, ROWS, COLS, whole, FILL)
+    if M.codes == "plain":
+        y = _row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL)
+    else:
+        y = _packed_row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     tl.store(out, y, mask=inside)
@@ -178,7 +234,9 @@ def one_token(
     hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
     y_1KH = x_1H.new_empty(1, choices, hidden, dtype=torch.float32) if out is None else out
     h_KI = x_1H.new_empty(choices, inter)
-    up, down = (table[x_1H.element_size()] for table in (ONE_TOKEN_UP, ONE_TOKEN_DOWN))
+    up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
+    up = _tile(up_matrix, x_1H, ONE_TOKEN_UP, ONE_TOKEN_UP_PACKED)
+    down = _tile(down_matrix, x_1H, ONE_TOKEN_DOWN, ONE_TOKEN_DOWN_PACKED)
     units = up.rows // 2 if gated else up.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
@@ -188,17 +246,17 @@ def one_token(
         "CHOICES": triton.next_power_of_2(choices),
         "HAS_BIAS": spec.has_bias,
         "FILL": fill_E is not None,
+        "INTERPRET": is_interpreted(_up_kernel),
     }
     _up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,
         *routed,
         h_KI,
         num_experts,
-        WEIGHT=offset["up"],
+        M=up_matrix,
         BIAS=offset.get("up_bias", 0),
         ROWS=up.rows,
         COLS=up.cols,
-        INTERPRET=is_interpreted(_up_kernel),
         num_warps=up.warps,
         num_stages=up.stages,
         **shared,
@@ -209,7 +267,7 @@ def one_token(
         *routed,
         y_1KH,
         num_experts,
-        WEIGHT=offset["down"],
+        M=down_matrix,
         BIAS=offset.get("down_bias", 0),
         ROWS=down.rows,
         COLS=down.cols,
@@ -219,3 +277,11 @@ def one_token(
         **shared,
     )
     return y_1KH
+
+
+def _tile(
+    matrix: Matrix, x_1H: torch.Tensor, plain: dict[int, Tile], packed: dict[int, Tile]
+) -> Tile:
+    if matrix.codes == "plain":
+        return plain[x_1H.element_size()]
+    return packed_one_token_tile(packed[matrix.per_word], matrix.columns)

@@ -33,6 +33,7 @@ from hotset.kernels.device import (
 )
 from hotset.kernels.grouping import Grouping
 from hotset.kernels.launch import Tile, grouped_tile, shared_memory_bytes
+from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
 @triton.jit
@@ -75,8 +76,7 @@ def _products(
     fill,
     rows,
     inside,
-    OFFSET: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    M: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -84,22 +84,41 @@ def _products(
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Products of token vectors (pointers [TOKENS]) with `rows` of the matrix at `OFFSET`.
+    """Products of token vectors (pointers [TOKENS]) with `rows` of a matrix of a record.
 
     Returns [TOKENS, ROWS] FP32. Columns beyond the matrix are zero on both sides: a stray NaN
     beside the matrix must not meet a zero.
     """
-    weights = field_pointer(record, OFFSET, vectors.dtype.element_ty)
-    slot = field_pointer(fill, OFFSET, vectors.dtype.element_ty)
-    whole_cols: tl.constexpr = COLUMNS % COLS == 0
+    dtype: tl.constexpr = vectors.dtype.element_ty
+    weights = field_pointer(record, M.offset, dtype)
+    slot = field_pointer(fill, M.offset, dtype)
+    whole_cols: tl.constexpr = M.columns % COLS == 0
     whole: tl.constexpr = WHOLE_ROWS and whole_cols
     acc = tl.zeros((TOKENS, ROWS), tl.float32)
-    for first in range(0, COLUMNS, COLS):
+    for first in range(0, M.columns, COLS):
         cols = first + tl.arange(0, COLS)
-        offsets = rows[:, None] * COLUMNS + cols[None, :]
-        tile = inside[:, None] & (cols < COLUMNS)[None, :]
-        v = load_tile(vectors[:, None] + cols[None, :], (cols < COLUMNS)[None, :], whole_cols)
-        w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
+        inputs = input_columns(record, fill, rows, cols, M, FILL)
+        v = load_tile(vectors[:, None] + inputs[None, :], (cols < M.columns)[None, :], whole_cols)
+        if M.codes == "plain":
+            offsets = rows[:, None] * M.columns + cols[None, :]
+            tile = inside[:, None] & (cols < M.columns)[None, :]
+            w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
+        else:
+            w = packed_tile(
+                record,
+                fill,
+                rows,
+                inside,
+                first,
+                M,
+                dtype,
+                dtype,
+                ROWS,
+                COLS,
+                WHOLE_ROWS,
+                FILL,
+                INTERPRET,
+            )
         acc = dot_rows(v, w, acc, INTERPRET)
     return acc
 
@@ -125,7 +144,7 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -158,9 +177,7 @@ def _up_kernel(
 
     rows, inside = up_rows(tile * units, INTER, ROWS, GATED)
     x_T = x_TH + (pair // TOP_K).to(tl.int64) * HIDDEN
-    u = _products(
-        x_T, record, fill, rows, inside, WEIGHT, HIDDEN, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
-    )
+    u = _products(x_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     g = u
@@ -186,7 +203,7 @@ def _down_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    WEIGHT: tl.constexpr,
+    M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -215,9 +232,7 @@ def _down_kernel(
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
     h_T = h_NI + tl.where(live, place, start).to(tl.int64) * INTER
-    y = _products(
-        h_T, record, fill, rows, inside, WEIGHT, INTER, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
-    )
+    y = _products(h_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     # Read again: kept from above, they and the pointers would hold registers all through the
@@ -243,9 +258,13 @@ def grouped(
     if y_TKH is None:
         y_TKH = x_TH.new_empty(num_tokens, top_k, hidden, dtype=torch.float32)
     h_NI = x_TH.new_empty(num_tokens * top_k, inter)
+    up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
     limit = shared_memory_bytes(x_TH.device)
-    tile = grouped_tile(x_TH.element_size(), grouping.block_tokens, limit)
-    units = tile.rows // 2 if spec.gate.has_gate else tile.rows
+    up, down = (
+        grouped_tile(x_TH.element_size(), grouping.block_tokens, limit, matrix.per_word)
+        for matrix in (up_matrix, down_matrix)
+    )
+    units = up.rows // 2 if spec.gate.has_gate else up.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     blocks = (
         grouping.order_N,
@@ -260,7 +279,8 @@ def grouped(
         "INTER": inter,
         "HAS_BIAS": spec.has_bias,
         "FILL": fill_E is not None,
-        **_launch_constants(tile, grouping.block_tokens),
+        "TOKENS": grouping.block_tokens,
+        "INTERPRET": is_interpreted(_up_kernel),
     }
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
@@ -269,32 +289,32 @@ def grouped(
         grouping.num_blocks,
         num_experts,
         TOP_K=top_k,
-        WEIGHT=offset["up"],
+        M=up_matrix,
         BIAS=offset.get("up_bias", 0),
         **shared,
+        **_launch_shape(up),
         **gate_constants(spec.gate),
     )
-    _down_kernel[(grouping.num_blocks * triton.cdiv(hidden, tile.rows),)](
+    _down_kernel[(grouping.num_blocks * triton.cdiv(hidden, down.rows),)](
         h_NI,
         *blocks,
         y_TKH,
         grouping.num_blocks,
         num_experts,
-        WEIGHT=offset["down"],
+        M=down_matrix,
         BIAS=offset.get("down_bias", 0),
         ZERO_ABSENT=out is None,
         **shared,
+        **_launch_shape(down),
     )
     return y_TKH
 
 
-def _launch_constants(tile: Tile, block_tokens: int) -> dict[str, Any]:
+def _launch_shape(tile: Tile) -> dict[str, Any]:
     return {
-        "TOKENS": block_tokens,
         "ROWS": tile.rows,
         "COLS": tile.cols,
         "GROUP": tile.group,
-        "INTERPRET": is_interpreted(_up_kernel),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -126,6 +126,17 @@ def expert_outputs(
     return out
 
 
+def dequantise_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
+    """Records as plain ones; see `dispatch.Kernels.dequantise_records`."""
+    plain = spec.as_plain()
+    for address, row in zip(address_N.tolist(), out_ND, strict=True):
+        if address:
+            fields = record_fields(read_record(address, spec.record_bytes, row.device), spec)
+            fields["up"], fields["down"] = multiplied_weights(fields, spec)
+            for name, target in record_fields(row, plain).items():
+                target.copy_(fields[name])
+
+
 def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The layer's output [T, H] in `dtype` from FP32 [T, K, H] and routing weights [T, K]."""
     weights_TK = weights_TK.float()

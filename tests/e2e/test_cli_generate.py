@@ -41,7 +41,7 @@ def test_json_is_one_object(run, chatty: Path, answer: str) -> None:
     done = run("generate", chatty, "hello", *FEW, "--json")
     result = json.loads(done.out)
     assert done.out.count("\n") == 1
-    assert set(result) == {"text", "token_ids", "finish_reason", "stats"}
+    assert set(result) == {"text", "token_ids", "finish_reason", "stats", "self_check"}
     assert result["text"] == answer
     assert len(result["token_ids"]) == 12 and result["finish_reason"] == "length"
     stats = result["stats"]

@@ -30,8 +30,9 @@ FLAGS = {
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
-        *("--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
+        *("--machine", "--shape", "--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
     ],
+    "hotset heat": ["--half-life", "--json", "--output", "--slots", "-o"],
     "hotset doctor": ["--device", "--fresh", "--json", "--machine", "--output", "-o"],
     "hotset profile": [],
     "hotset profile make": [

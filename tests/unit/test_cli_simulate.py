@@ -154,3 +154,15 @@ def test_plot_is_drawn(trace_path, tmp_path):
             trace_path, "--plot", tmp_path / f"x{suffix}", "--half-life", "4", "--slots", "0.25,0.5"
         )
         assert (tmp_path / f"x{suffix}").read_bytes().startswith(magic)
+
+
+def test_speed_is_predicted_for_a_machine_and_a_shape() -> None:
+    args = ["pocket", "--slots", "0.25,0.5", "--policy", "lru", "--machine", "h200"]
+    result = CliRunner().invoke(app, [*args, "--shape", "tiny", "--json"])
+    assert result.exit_code == 0, result.exception
+    rows = json.loads(result.stdout)["rows"]
+    assert rows[0]["tokens_per_second"] < rows[1]["tokens_per_second"]
+    table = CliRunner().invoke(app, [*args, "--shape", "tiny"])
+    assert "predicted tokens/s" in table.stdout
+    alone = CliRunner().invoke(app, args)
+    assert "needs both `--machine` and `--shape`" in str(alone.exception)

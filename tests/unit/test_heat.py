@@ -1,36 +1,103 @@
-"""Uses and misses of each expert, counted from routed ids and residency at a step's beginning."""
+"""`hotset heat`: use and residency of a replayed trace and of a server's answer."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
 import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
 
-from hotset.core.placement import Placement
-from hotset.core.slot_pools import SlotPools
-from hotset.runtime.heat import Heat
+from hotset.cli.heat import fetch_heat, heat
+from hotset.core.errors import ConfigError, HardwareError
+from hotset.core.heat import HeatMap
+from hotset.core.trace import load_trace
 
-
-def placed(*residents: tuple[int, int]) -> Placement:
-    """Two layers, of 4 and of 3 experts, and 3 slots."""
-    pools = SlotPools.build(num_experts=[4, 3], record_bytes=[64, 64], num_slots={64: 3})
-    placement = Placement(pools)
-    for layer, expert in residents:
-        placement.assign(layer, expert)
-    return placement
-
-
-def test_uses_are_counted_by_token_and_padding_is_not() -> None:
-    heat = Heat(placed())
-    heat.step(np.array([[0, 3, 3, -1], [2, 0, 2, 2]]), ())
-    heat.step(np.array([[1], [0]]), ())
-    assert heat.use_LE.tolist() == [[1, 1, 0, 2], [2, 0, 3, 0]]
-    assert (heat.missed_LE == heat.use_LE).all(), "nobody has a slot"
+ANSWER = {
+    "steps": 7,
+    "layers": [{"use": [3, 1], "resident": [1, 0]}, {"use": [5], "resident": [0]}],
+}
+app = typer.Typer()
+app.command()(heat)
 
 
-def test_a_slot_that_is_filled_in_a_step_counts_from_the_next_one() -> None:
-    placement = placed((0, 1))
-    heat = Heat(placement)
-    placement.assign(0, 2)  # what a step that missed expert 2 has done by the time it is told
-    heat.step(np.array([[1, 2], [0, 0]]), ())
-    heat.step(np.array([[1, 2], [0, 0]]), ())
-    assert heat.missed_LE.tolist() == [[0, 0, 1, 0], [4, 0, 0, 0]]
-    assert heat.residents().tolist() == [[False, True, True, False], [False] * 4]
+@pytest.fixture
+def url() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/hotset/heat" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(ANSWER).encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_replayed_trace_keeps_its_slots_full() -> None:
+    trace = load_trace("pocket")
+    trace = replace(trace, sequences=trace.sequences[:1])
+    found = HeatMap.from_trace(trace, slots=0.25, half_life=16.0)
+    assert found.use_LE.sum(axis=1) == pytest.approx(1)
+    assert found.resident_LE.sum(axis=1) == pytest.approx(8)  # of 32 experts, at every moment
+    used_most = np.take_along_axis(found.resident_LE, found.use_LE.argsort(axis=1), axis=1)
+    assert used_most[:, -8:].mean() > 2 * used_most[:, :16].mean()
+
+
+def test_a_servers_answer_is_drawn(url: str, tmp_path: Path) -> None:
+    found = fetch_heat(url)
+    assert found.use_LE[0].tolist() == [0.75, 0.25]
+    assert np.isnan(found.use_LE[1, 1])  # the second layer has one expert
+    assert found.resident_LE[0].tolist() == [1, 0]
+    picture = tmp_path / "heat.svg"
+    result = CliRunner().invoke(app, [url, "-o", str(picture), "--json"])
+    assert result.exit_code == 0, result.exception
+    assert picture.read_text().startswith("<?xml")
+    assert json.loads(result.stdout)["layers"][1] == {"use": [1.0], "resident": [0.0]}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [],
+        {},
+        {"layers": []},
+        {"layers": [{"use": [1]}]},
+        {"layers": [{"use": [1], "resident": []}]},
+    ],
+)
+def test_other_answers_are_refused(answer: object) -> None:
+    with pytest.raises(ConfigError):
+        HeatMap.from_json(answer, name="it")
+
+
+def test_a_server_that_is_not_there_is_said() -> None:
+    with pytest.raises(HardwareError, match="does not answer"):
+        fetch_heat("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["pocket"], "there is nothing to write"),
+        (["http://x", "--slots", "0.5", "--json"], "are a server's own"),
+        (["pocket", "-o", "heat.pdf"], "heat.pdf"),
+        (["none.npz", "--json"], "there is no trace `none.npz`"),
+    ],
+)
+def test_wrong_requests(args: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, args)
+    assert message in str(result.exception)

@@ -15,6 +15,7 @@ import typer
 from hotset.cli import bench, profile
 from hotset.cli.doctor import doctor
 from hotset.cli.generate import generate
+from hotset.cli.heat import heat
 from hotset.cli.plan import plan
 from hotset.cli.quantize import quantize
 from hotset.cli.serve import serve
@@ -39,6 +40,7 @@ app.command()(plan)
 app.command()(serve)
 app.command()(verify)
 app.command()(simulate)
+app.command()(heat)
 app.command()(quantize)
 app.command()(doctor)
 app.add_typer(profile.app, name="profile")

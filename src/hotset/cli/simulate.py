@@ -13,8 +13,10 @@ from typing import Annotated
 import typer
 
 from hotset.cli.simulate_output import print_results, to_rows
+from hotset.core.costmodel import predict_step
 from hotset.core.errors import ConfigError
 from hotset.core.half_life import best_half_life
+from hotset.core.machine import MachineDescription
 from hotset.core.policy import (
     NUM_VICTIMS,
     ForecastPolicy,
@@ -43,6 +45,8 @@ DEFAULT_POLICIES = (
     *(HINDSIGHT, BELADY),
 )
 NO_PROFILE = "none"
+PREDICTED_CONTEXT = 4096
+"""Tokens in the cache for which speed is predicted."""
 
 
 def simulate(  # noqa: PLR0913 - one parameter for each flag
@@ -88,6 +92,15 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     plot: Annotated[
         Path | None, typer.Option(help="Draw hit rate over slots into a .png or .svg file.")
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict tokens/s on this machine: a file of `hotset doctor`, or a name."
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Of a model of this published shape, with `--machine`.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace and print the hit rate of each policy and number of slots.
@@ -100,6 +113,8 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
         from hotset.cli.simulate_plot import check_plot_path
 
         check_plot_path(plot)
+    if (machine is None) != (shape is None):
+        raise ConfigError("a prediction needs both `--machine` and `--shape`")
     whole = load_trace(trace, num_experts=experts)
     wants_forecast = not policy or ForecastPolicy.name in policy
     profile = _profile(whole, profile_from, with_forecast=wants_forecast)
@@ -112,14 +127,43 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
     results = _run(replayed, conditions, profile, num_victims=victims, wish_lag=wish_lag)
     choices = best_half_life(results)
+    speeds = tokens_per_second(results, machine=machine, shape=shape) if machine and shape else None
     if plot is not None:
         from hotset.cli.simulate_plot import draw
 
         draw(results, plot, title=_title(replayed))
     if as_json:
-        typer.echo(json.dumps(to_rows(results, choices, replayed), indent=2))
+        typer.echo(json.dumps(to_rows(results, choices, replayed, speeds), indent=2))
     else:
-        print_results(results, choices, title=_title(replayed))
+        print_results(results, choices, title=_title(replayed), speeds=speeds)
+
+
+def tokens_per_second(results: list[Result], *, machine: str, shape: str) -> list[float]:
+    """What each result is worth: decoding with 4,096 tokens in the cache, every layer at the
+    result's hit rate.
+
+    Raises:
+        ConfigError: no such machine or shape, or the machine lacks a rate.
+    """
+    description = MachineDescription.load(machine)
+    # These import torch, which would make `--help` wait.
+    from hotset.bench.shapes import shape_config
+    from hotset.models.geometry import build_meta
+
+    geometry = build_meta(shape_config(shape)).geometry
+    rates = description.rates(record_bytes=geometry.layers[0].expert.record_bytes)
+    used = [float(layer.top_k) for layer in geometry.layers]
+    steps = (
+        predict_step(
+            geometry,
+            rates,
+            hit_rates=[result.hit_rate] * len(used),
+            used=used,
+            context_tokens=PREDICTED_CONTEXT,
+        )
+        for result in results
+    )
+    return [1e3 / step.total_ms for step in steps]
 
 
 def _title(trace: Trace) -> str:

@@ -16,9 +16,16 @@ MAX_COLUMNS = 6
 
 
 def to_rows(
-    results: Sequence[Result], choices: Sequence[HalfLifeChoice], trace: Trace
+    results: Sequence[Result],
+    choices: Sequence[HalfLifeChoice],
+    trace: Trace,
+    speeds: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """One object: what was replayed, `rows` (one per condition), and the best half-lives."""
+    """One object: what was replayed, `rows` (one per condition), and the best half-lives.
+
+    Args:
+        speeds: predicted tokens/s of each result; without them rows have none.
+    """
     best = {(choice.slots, choice.half_life) for choice in choices}
     return {
         "model": trace.info.model,
@@ -34,8 +41,9 @@ def to_rows(
                 "slots": result.condition.slots,
                 "hit_rate": result.hit_rate,
                 "best": (result.condition.slots, result.condition.half_life) in best,
+                **({} if speeds is None else {"tokens_per_second": speeds[index]}),
             }
-            for result in results
+            for index, result in enumerate(results)
         ],
         "best_half_life": [
             {
@@ -52,9 +60,14 @@ def to_rows(
 
 
 def print_results(
-    results: Sequence[Result], choices: Sequence[HalfLifeChoice], *, title: str
+    results: Sequence[Result],
+    choices: Sequence[HalfLifeChoice],
+    *,
+    title: str,
+    speeds: Sequence[float] | None = None,
 ) -> None:
-    """Prints hit rates to stdout: a row per policy, a column per number of slots."""
+    """Prints hit rates to stdout: a row per policy, a column per number of slots. Predicted
+    tokens/s, where there are any, in a table of the same form."""
     from rich.console import Console
     from rich.text import Text
 
@@ -62,22 +75,33 @@ def print_results(
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print("\nhit rate by share of experts with a slot")
     slots = list(dict.fromkeys(result.condition.slots for result in results))
+    rates = [f"{result.hit_rate:.3f}" for result in results]
     for first in range(0, len(slots), MAX_COLUMNS):
-        console.print(_rate_table(results, slots[first : first + MAX_COLUMNS]))
+        console.print(_table(results, rates, slots[first : first + MAX_COLUMNS]))
         console.print()
+    if speeds is not None:
+        console.print("predicted tokens/s")
+        said = [f"{speed:.1f}" for speed in speeds]
+        for first in range(0, len(slots), MAX_COLUMNS):
+            console.print(_table(results, said, slots[first : first + MAX_COLUMNS]))
+            console.print()
     if choices:
         console.print("best half-life, steps, with 95% intervals", highlight=False)
         console.print(_choice_table(choices))
 
 
-def _rate_table(results: Sequence[Result], slots: Sequence[float]) -> Table:
+def _table(results: Sequence[Result], texts: Sequence[str], slots: Sequence[float]) -> Table:
+    """A figure of each result, by policy and slots."""
     table = Table(show_edge=False)
     table.add_column("policy", no_wrap=True)
     for fraction in slots:
         table.add_column(f"{fraction:.4g}", justify="right", no_wrap=True)
-    rates = {(r.condition.label, r.condition.slots): f"{r.hit_rate:.3f}" for r in results}
+    cells = {
+        (result.condition.label, result.condition.slots): text
+        for result, text in zip(results, texts, strict=True)
+    }
     for label in dict.fromkeys(result.condition.label for result in results):
-        table.add_row(label, *(rates.get((label, fraction), "") for fraction in slots))
+        table.add_row(label, *(cells.get((label, fraction), "") for fraction in slots))
     return table
 
 

@@ -22,21 +22,21 @@ COLOURS = {
 }
 
 
-def check_plot_path(path: Path) -> None:
+def check_plot_path(path: Path, *, flag: str = "--plot") -> None:
     """Refuses a picture that could not be drawn, before any work is done.
 
     Raises:
         ConfigError: another suffix, no such folder, or matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
-        raise ConfigError(f"`--plot` is `{path}`", hint=f"end it in {' or '.join(SUFFIXES)}")
+        raise ConfigError(f"`{flag}` is `{path}`", hint=f"end it in {' or '.join(SUFFIXES)}")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"`--plot` is `{path}`, but there is no folder `{path.parent}`")
+        raise ConfigError(f"`{flag}` is `{path}`, but there is no folder `{path.parent}`")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            "`--plot` needs matplotlib, which is not installed",
+            f"`{flag}` needs matplotlib, which is not installed",
             hint='install it with `pip install "hotset[plot]"`',
         ) from error
 

@@ -83,6 +83,17 @@ def test_rows_of_different_length_decode_together(engine: Engine) -> None:
     assert engine.store.audit() == []
 
 
+def test_more_rows_than_a_power_of_two(family: Family) -> None:
+    """Three rows run in steps for four, whose last place is never one's own."""
+    with make_engine(family, max_batch=3) as engine:
+        assert [step.size for step in engine.decoding.steps] == [1, 2, 4]  # type: ignore[union-attr]
+        with engine.scheduling(max_waiting=8) as scheduler:
+            numbers = [scheduler.submit(request(1)) for _ in range(5)]
+            got = Answers().run(scheduler)
+        assert sorted(got.ends) == numbers
+        assert engine.store.audit() == []
+
+
 class Routed:
     """A watcher that keeps what decode steps of several rows routed."""
 

@@ -10,6 +10,8 @@ import torch
 import hotset
 import hotset.api
 from hotset.core.errors import CapacityError
+from hotset.runtime.requests import Request
+from scheduling import Answers
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,3 +93,45 @@ def test_sampling_is_the_same_for_a_seed(tokens: list[int]) -> None:
             for _ in range(2)
         ]
     assert runs[0] == runs[1] != tokens[:24]
+
+
+def together(**options: Any) -> list[list[int]]:
+    """Six requests of different length, answered together."""
+    with hotset.load("pocket", **{**SMALL, "vram": "4GiB", **options}) as model:
+        got = Answers()
+        with model.engine.scheduling(max_waiting=8) as scheduler:
+            numbers = [
+                scheduler.submit(
+                    Request(prompt_ids=list(range(3, 20 + 9 * i)), max_tokens=8 + 3 * i)
+                )
+                for i in range(6)
+            ]
+            got.run(scheduler)
+        assert model.engine.store.audit() == []
+        planned = model.plan.device.total_bytes - model.plan.device["CUDA context"]
+        assert model.stats.device_peak_bytes <= planned
+    return [got.tokens[number] for number in numbers]
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rows_that_decode_together_captured_and_not(invariant: bool) -> None:
+    """Steps of 1, 2 and 4 rows, or of one row each, give the same tokens as plain launches."""
+    options = {"max_batch": 4, "batch_invariant": invariant}
+    assert together(**options) == together(graphs=False, **options)
+
+
+def test_no_neighbour_changes_a_token() -> None:
+    assert together(max_batch=4, batch_invariant=True) == together(max_batch=1)
+
+
+def test_running_answers_are_served_between_the_layers_of_a_prompt() -> None:
+    with hotset.load("pocket", **{**SMALL, "vram": "4GiB", "max_batch": 2}) as model:
+        got = Answers()
+        with model.engine.scheduling(max_waiting=8) as scheduler:
+            first = scheduler.submit(Request(prompt_ids=list(range(3, 20)), max_tokens=60))
+            while len(got.tokens.get(first, [])) < 4:
+                got.step(scheduler)
+            scheduler.submit(Request(prompt_ids=list(range(3, 240)), max_tokens=2))
+            got.run(scheduler)
+        assert got.early and {event.request_id for event in got.early} == {first}
+        assert model.engine.store.audit() == []

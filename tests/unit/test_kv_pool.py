@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_fakes import t0
 
+from hotset.core.config import EngineConfig
 from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer
 from hotset.kernels.attention import ring_blocks
 from hotset.runtime.kv_blocks import BlockAllocator
 from hotset.runtime.kv_pool import KVPool, kv_pool_bytes
+from hotset.runtime.planning import plan_engine
 
 BLOCK_TOKENS = 4
 
@@ -175,6 +180,34 @@ def test_bytes_are_what_was_said() -> None:
     # A ring is the window and what rounding adds, not the context.
     assert pool.kinds[6].row_blocks == 3 and pool.kinds[None].row_blocks == 8
     assert make_pool(context_tokens=5).kinds[9].row_blocks == 2
+
+
+@pytest.mark.parametrize("max_batch", [1, 3, 8])
+@pytest.mark.parametrize("kv_tokens", [None, 5000])
+def test_the_plan_has_room_for_the_pool(max_batch: int, kv_tokens: int | None) -> None:
+    """Rounding up to blocks and rings included, whatever the lengths."""
+    geometry = replace(
+        t0(),
+        attention=LAYERS,
+        kv_bytes_per_token=2 * (2 * 12 + 2 * 12),  # layers 0 and 3, keys of 8 and values of 4
+        kv_fixed_bytes=2 * 12 * (2 * 6 + 6 + 2 * 9),  # windows of layers 1, 4 and 5
+    )
+    for context in (33, 1024, 1055):
+        config = EngineConfig(
+            model="m",
+            device="cpu",
+            context_tokens=context,
+            prefill_chunk=16,
+            max_batch=max_batch,
+            kv_tokens=kv_tokens,
+        )
+        _, plan = plan_engine(geometry, config)
+        assert plan.kv_tokens == (kv_tokens or context * max_batch)
+        said = plan.device["KV cache"] + plan.device["KV blocks"]
+        sizes = {"num_rows": max_batch, "context_tokens": context, "full_tokens": plan.kv_tokens}
+        assert kv_pool_bytes(LAYERS, element_bytes=2, **sizes) <= said
+        without = plan.device["KV cache"]  # the control: rounding does take something
+        assert kv_pool_bytes(LAYERS, element_bytes=2, **sizes) > without
 
 
 def test_poison_is_everywhere() -> None:

@@ -144,6 +144,11 @@ class EngineConfig:
             return (1,) * self.max_batch
         return tuple(2**power for power in range((self.max_batch - 1).bit_length() + 1))
 
+    @property
+    def num_sampler_rows(self) -> int:
+        """Rows that a sampler needs: of every request, and of the largest step."""
+        return max(self.max_batch, *self.batch_sizes)
+
     def _check_types(self) -> None:
         for name, declared in get_type_hints(type(self)).items():
             value = getattr(self, name)

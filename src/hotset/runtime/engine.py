@@ -115,7 +115,7 @@ class Engine(Closing):
             self.steps = self._make_steps()
             self.drift = make_drift(self.profile, self.plan)
             self.steps.watchers += [self.drift] if self.drift else []
-            num_rows = config.max_batch if self.geometry.attention else 1
+            num_rows = config.num_sampler_rows if self.geometry.attention else 1
             self.sampler = Sampler(num_rows, self.geometry.vocab, device=self.device)
             self.decoding = self._make_decoding()
             self.rows = self._make_rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hotset.core.charges import Workspace
+from hotset.core.charges import SAMPLING_BYTES_PER_LOGIT, Workspace
 from hotset.core.config import EngineConfig
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import Machine
@@ -22,7 +22,8 @@ from hotset.runtime.probe import probe_machine
 # `Engine.logits` asks for every token's logits; it runs in chunks whose logits stay below this.
 LOGITS_BYTES = 64 * MIB
 
-# What a captured step keeps to itself: activations of one token, logits, sampling buffers.
+# What a captured step keeps to itself: activations of a token for each row, logits, sampling
+# buffers.
 GRAPH_BYTES = 64 * MIB
 
 
@@ -94,18 +95,20 @@ def logits_chunk(geometry: ModelGeometry) -> int:
     return max(1, LOGITS_BYTES // (geometry.vocab * (DTYPE_BYTES[geometry.dtype] + 4)))
 
 
-def _rounding(geometry: ModelGeometry) -> int:
-    """Most by which the pool of one row exceeds the cache that the planner counts."""
+def _rounding(geometry: ModelGeometry, num_rows: int) -> int:
+    """Most by which the pool exceeds the cache that the planner counts."""
     # One token more than whole blocks, and longer than every window.
     windows = [layer.window or 0 for layer in geometry.attention]
     context = (max(windows) // BLOCK_TOKENS + 2) * BLOCK_TOKENS + 1
     pool = kv_pool_bytes(
         geometry.attention,
-        num_rows=1,
+        num_rows=num_rows,
         context_tokens=context,
+        full_tokens=context,
         element_bytes=DTYPE_BYTES[geometry.dtype],
     )
-    return max(0, pool - geometry.kv_bytes_per_token * context - geometry.kv_fixed_bytes)
+    counted = geometry.kv_bytes_per_token * context + geometry.kv_fixed_bytes * num_rows
+    return max(0, pool - counted)
 
 
 def _workspaces(
@@ -113,13 +116,18 @@ def _workspaces(
 ) -> Iterator[Workspace]:
     yield Workspace("logits", "of a text, a part at a time", fixed_bytes=LOGITS_BYTES)
     if geometry.attention:
-        yield Workspace("KV blocks", "rounding up to whole blocks", fixed_bytes=_rounding(geometry))
+        rounding = _rounding(geometry, config.max_batch)
+        yield Workspace("KV blocks", "rounding up to whole blocks", fixed_bytes=rounding)
+    if geometry.attention and config.max_batch > 1:
+        # The planner counts the sampling of one row.
+        more = (config.num_sampler_rows - 1) * geometry.vocab * SAMPLING_BYTES_PER_LOGIT
+        yield Workspace("more rows", "of logits that are sampled together", fixed_bytes=more)
     if on_cuda:
         captured = geometry.attention and config.graphs and config.kernels != "reference"
         yield Workspace(
             "graph pools",
-            "kept by the captured decode step" if captured else "decode is not captured",
-            fixed_bytes=GRAPH_BYTES if captured else 0,
+            "kept by the captured decode steps" if captured else "decode is not captured",
+            fixed_bytes=GRAPH_BYTES * len(config.batch_sizes) if captured else 0,
         )
     normed = [layer for layer in geometry.layers if layer.has_post_norm]
     if normed:

@@ -1,0 +1,42 @@
+"""Published shapes: every one names a model type, and a config alone is enough for a plan."""
+
+from __future__ import annotations
+
+import pytest
+from repository import ROOT
+from transformers import CONFIG_MAPPING
+
+from hotset.bench.shapes import shape_config, shape_names
+from hotset.core.config import EngineConfig
+from hotset.core.errors import ConfigError
+from hotset.core.machine import MachineDescription
+from hotset.models.geometry import build_meta
+from hotset.runtime.planning import plan_engine
+
+
+@pytest.mark.parametrize("name", shape_names())
+def test_every_shape_is_known_and_has_a_row_in_the_guide(name: str) -> None:
+    config = shape_config(name)
+    assert config.model_type in CONFIG_MAPPING
+    if name != "tiny":
+        page = (ROOT / "docs/guides/plans.md").read_text(encoding="utf-8")
+        assert f"| {name} |" in page
+
+
+@pytest.mark.parametrize("machine", ["rtx-4090", "rtx-pro-6000"])
+def test_a_config_alone_is_planned_on_paper(machine: str) -> None:
+    """OLMoE: 1,024 experts of 12 MiB in BF16, as published."""
+    geometry = build_meta(shape_config("olmoe-1b-7b")).geometry
+    assert geometry.num_records == 1024
+    assert geometry.expert_bytes == 12 * 2**30
+    config = EngineConfig(model="olmoe-1b-7b")
+    on, plan = plan_engine(geometry, config, description=MachineDescription.load(machine))
+    assert on.device == "cuda"
+    assert plan.fits
+    assert plan.speed is not None
+    assert plan.speed.slot_share == 1
+
+
+def test_unknown_shapes_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown shape `olmoe`"):
+        shape_config("olmoe")

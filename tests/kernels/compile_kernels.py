@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +27,12 @@ from hotset.kernels import (
     moe_decode,
     moe_grouped,
     sample,
+    sample_adjust,
+    sample_report,
 )
 from hotset.kernels.match_reference import LayerMatch
-from hotset.kernels.sample_reference import SampleParams
+from hotset.kernels.sample_adjust_reference import Adjustments
+from hotset.kernels.sample_reference import Adjusted, SampleParams
 
 SHARED_BYTES = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
@@ -110,6 +114,27 @@ def layer_match(num_experts: int, num_victims: int) -> LayerMatch:
     return LayerMatch(columns, columns, victims, admit, fill, evict)
 
 
+def sampling(case: Callable[..., None], dtype: torch.dtype) -> None:
+    cpu, vocab = torch.device("cpu"), 151936
+    logits_BV, places_B = torch.empty(2, vocab, dtype=dtype), torch.arange(2)
+    greedy, asked = SampleParams.greedy(2, device=cpu), Adjustments.off(2, vocab, device=cpu)
+    other = Adjusted(asked.is_on_R, logits_BV.float())
+    case("sample", sample.launch_sample, logits_BV, greedy)
+    case("sample", sample.launch_sample, logits_BV, greedy, rows_B=places_B, adjusted=other)
+    case("sample", sample_adjust.launch_adjust, logits_BV, asked, places_B, out=other.logits_BV)
+    case(
+        "report",
+        sample_report.launch_report,
+        logits_BV,
+        (places_B, asked.is_on_R),
+        rows_B=places_B,
+        wants_logprobs_R=asked.is_on_R,
+        params=greedy,
+        adjustments=asked,
+        buffers=sample_report.ReportBuffers.make(2, vocab, device=cpu),
+    )
+
+
 def main(capability: int) -> None:
     compiled = Compiled()
     driver.set_active(AbsentGPU(capability))
@@ -143,8 +168,7 @@ def main(capability: int) -> None:
     addresses = torch.zeros(4, dtype=torch.int64)
     case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
     for dtype in (torch.bfloat16, torch.float16):
-        greedy = SampleParams.greedy(2, device=torch.device("cpu"))
-        case("sample", sample.launch_sample, torch.empty(2, 151936, dtype=dtype), greedy)
+        sampling(case, dtype)
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -69,7 +69,12 @@ def test_records_are_copied_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> N
 def test_sampling_rounds_as_its_specification(facts: list[dict[str, Any]]) -> None:
     """CPU and GPU draw the same tokens only if no multiplication is fused with an addition."""
     sampling = rows(facts, "sample")
-    assert {row["kernel"] for row in sampling} == {"_draw_kernel", "_choose_kernel"}
+    kernels = {"_draw_kernel", "_choose_kernel", "_adjust_kernel"}
+    assert {row["kernel"] for row in sampling} == kernels
+    assert {row["kernel"] for row in rows(facts, "report")} == {
+        "_summarise_kernel",
+        "_report_kernel",
+    }
     assert all(row["fused_multiply_adds"] == 0 for row in sampling)
     # Control: they are found where they are.
     assert all(row["fused_multiply_adds"] > 0 for row in rows(facts, "one token"))

@@ -256,7 +256,7 @@ def test_rows_that_are_not_finite(bad: float) -> None:
     x_BV = random_logits(3, 1500).bfloat16().to(DEVICE)
     x_BV[1, 1234] = bad
     params = params_of([{"top_k": 9, "top_p": 0.9}] * 2 + [{"temperature": 0.0}])
-    clean, _ = spec.sample(x_BV[::2], params.rows(2))
+    clean, _ = spec.sample(x_BV[::2], params)
     buffers = SampleBuffers.make(3, 1500, device=DEVICE)
     for token_B, finite_B in (
         spec.sample(x_BV, params),

@@ -16,7 +16,7 @@ LOGITS_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
 def draws(params: SamplingParams, num_draws: int = 8) -> list[int]:
     sampler = Sampler(1, VOCAB, device=torch.device("cpu"))
     sampler.start(0, params)
-    return [sampler.draw(LOGITS_V) for _ in range(num_draws)]
+    return [sampler.draw(0, LOGITS_V).token for _ in range(num_draws)]
 
 
 def test_a_seed_gives_the_same_answer_and_each_draw_is_another() -> None:
@@ -29,11 +29,11 @@ def test_a_seed_gives_the_same_answer_and_each_draw_is_another() -> None:
 def test_a_new_answer_starts_over() -> None:
     sampler, params = Sampler(1, VOCAB, device=torch.device("cpu")), SamplingParams(seed=1)
     sampler.start(0, SamplingParams(temperature=1.0, seed=1))
-    first = [sampler.draw(LOGITS_V) for _ in range(4)]
+    first = [sampler.draw(0, LOGITS_V).token for _ in range(4)]
     sampler.start(0, SamplingParams(temperature=1.0, seed=1))
-    assert [sampler.draw(LOGITS_V) for _ in range(4)] == first
+    assert [sampler.draw(0, LOGITS_V).token for _ in range(4)] == first
     sampler.start(0, params)
-    assert sampler.draw(LOGITS_V) == int(LOGITS_V.argmax()), "greedy, whatever the seed"
+    assert sampler.draw(0, LOGITS_V).token == int(LOGITS_V.argmax()), "greedy, whatever the seed"
 
 
 def test_more_candidates_than_tokens_are_all_of_them() -> None:
@@ -48,4 +48,4 @@ def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits_V = LOGITS_V.clone()
     logits_V[7] = bad
     with pytest.raises(RequestError, match="not finite"):
-        sampler.draw(logits_V)
+        sampler.draw(0, logits_V).require_finite()

@@ -28,6 +28,7 @@ from hotset.runtime.decode import MOST_IN_FLIGHT, DecodeStep
 from hotset.runtime.engine import Engine
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.moe import MoERunner
+from hotset.runtime.sampling import REPORT_WIDTH
 
 # Steps before those that count: the clock of the card and the policy settle.
 _SETTLE_STEPS = 32
@@ -246,6 +247,5 @@ class DecodeBench:
         return self._engine.steps.hits(ids_LN)
 
 
-def _no_sampling(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    size = len(logits_BV)
-    return logits_BV.new_ones(size, dtype=torch.int64), logits_BV.new_ones(size, dtype=torch.bool)
+def _no_sampling(logits_BV: torch.Tensor, rows_B: torch.Tensor) -> torch.Tensor:
+    return logits_BV.new_ones(len(logits_BV), REPORT_WIDTH, dtype=torch.int64)

@@ -6,13 +6,16 @@ values, so no sorting is needed:
 
     1  many programs: noise for all tokens, the best token of each 1024; how many tokens have each
        value (rows with filters)
-    2  one program a row: walks down the values that occur, with count and weight above each, to
+    2  one program a place: walks down the values that occur, with count and weight above each, to
        the lowest that all filters keep. Mostly the best token of all is above it. Otherwise the
        blocks whose best was dropped, and still beats the best that was kept, are drawn anew
        without what is dropped: (1 - m) / m of them where the kept tokens have probability m.
 
-Counts and weights are integers: no sum depends on its order, no row on its neighbours. FP32 logits,
-which take too many values, go through the specification. Never waits for the device.
+Counts and weights are integers: no sum depends on its order, no row on its neighbours. Adjusted
+logits are FP32, and only for the filters rounded to one of the values. FP32 logits, which take too
+many values, go through the specification. Never waits for the device.
+
+Letters: B places of a step, R rows whose parameters are kept, V vocabulary, C chunks, K values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -25,34 +28,38 @@ import triton
 import triton.language as tl
 
 from hotset.kernels import sample_reference
+from hotset.kernels.device import is_interpreted
 from hotset.kernels.sample_device import (
-    WEIGHT_OF_0,
     from_key,
+    is_finite,
     noise,
     pack,
+    round_to_key,
     score,
     to_key,
     unpack_token,
-    weight,
 )
-from hotset.kernels.sample_reference import SampleParams
+from hotset.kernels.sample_filter import (
+    KEYS_PER_BLOCK,
+    NUM_BLOCKS,
+    NUM_KEYS,
+    take_floor,
+)
+from hotset.kernels.sample_reference import Adjusted, SampleParams
 
 _CHUNK = 1024  # tokens of a program
-_BINS = 1024  # values looked at together
-_NUM_KEYS = 65536
-_NUM_BLOCKS = _NUM_KEYS // _BINS
 
 # What a row without an answer gives: token 0, and larger than any other.
 NOT_FINITE = tl.constexpr(2**63 - 1)
 NOTHING = tl.constexpr(-(2**63))
-NUM_BLOCKS = tl.constexpr(_NUM_BLOCKS)
 
 
 @dataclass(frozen=True)
 class SampleBuffers:
-    """Device memory of `sample` for up to B rows of V logits, at fixed addresses.
+    """Device memory of `sample` for up to B places of V logits, at fixed addresses.
 
     Attributes:
+        places_B: int64, 0..B-1: the rows where they are not told.
         token_B: int64, out.
         finite_B: bool, out.
         best_BC: int64, best token of each chunk.
@@ -60,6 +67,7 @@ class SampleBuffers:
         used_BK: int32, which blocks of values occur; all 0 between calls.
     """
 
+    places_B: torch.Tensor
     token_B: torch.Tensor
     finite_B: torch.Tensor
     best_BC: torch.Tensor
@@ -67,146 +75,127 @@ class SampleBuffers:
     used_BK: torch.Tensor
 
     @classmethod
-    def make(cls, num_rows: int, vocab: int, *, device: torch.device) -> SampleBuffers:
+    def make(cls, num_places: int, vocab: int, *, device: torch.device) -> SampleBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            token_B=zeros(num_rows, dtype=torch.int64),
-            finite_B=zeros(num_rows, dtype=torch.bool),
-            best_BC=zeros(num_rows, triton.cdiv(vocab, _CHUNK), dtype=torch.int64),
-            count_BK=zeros(num_rows, _NUM_KEYS),
-            used_BK=zeros(num_rows, _NUM_BLOCKS),
+            places_B=torch.arange(num_places, device=device),
+            token_B=zeros(num_places, dtype=torch.int64),
+            finite_B=zeros(num_places, dtype=torch.bool),
+            best_BC=zeros(num_places, triton.cdiv(vocab, _CHUNK), dtype=torch.int64),
+            count_BK=zeros(num_places, NUM_KEYS),
+            used_BK=zeros(num_places, NUM_KEYS // KEYS_PER_BLOCK),
         )
 
 
 @triton.jit
-def _load_params(temperature_B, top_k_B, top_p_B, min_p_B, row):
+def _load_params(temperature_R, top_k_R, top_p_R, min_p_R, row):
     """(temperature, k, p, min p, whether any filter does something)."""
-    temperature = tl.load(temperature_B + row)
-    top_k = tl.load(top_k_B + row)
-    top_p = tl.load(top_p_B + row)
-    min_p = tl.load(min_p_B + row)
+    temperature = tl.load(temperature_R + row)
+    top_k = tl.load(top_k_R + row)
+    top_p = tl.load(top_p_R + row)
+    min_p = tl.load(min_p_R + row)
     top_k = tl.where(top_k > 0, top_k, 0x7FFFFFFF)
     filters = (top_k < 0x7FFFFFFF) | (top_p < 1.0) | (min_p > 0.0)
     return temperature, top_k, top_p, min_p, filters & (temperature > 0)
 
 
 @triton.jit
-def _draw(bits, token, live, floor, temperature, seed, position, IS_BF16: tl.constexpr):
-    """The best of these tokens with keys from `floor` on, packed; `NOTHING` if there is none."""
+def _load_logits(
+    bits_V, adjusted_V, adjusted, token, live, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr
+):
+    """(x FP32, its key, whether it is finite, whether it is forbidden) of some tokens."""
+    bits = tl.load(bits_V + token, mask=live, other=0)
+    exponent: tl.constexpr = 0x7F80 if IS_BF16 else 0x7C00
+    finite = (bits.to(tl.int32) & exponent) != exponent
     key = to_key(bits)
-    drawn = score(from_key(key, IS_BF16), temperature)
+    x = from_key(key, IS_BF16)
+    forbidden = live & False
+    if adjusted:
+        x = tl.load(adjusted_V + token, mask=live, other=0.0)
+        x = tl.where(x == 0.0, 0.0, x)  # -0 and 0 are equals
+        finite = is_finite(x)
+        forbidden = live & (x == float("-inf"))
+        key = round_to_key(x, IS_BF16, INTERPRET)
+    return x, key, finite, forbidden
+
+
+@triton.jit
+def _draw(x, key, token, live, floor, temperature, seed, position):
+    """The best of these tokens with keys from `floor` on, packed; `NOTHING` if there is none."""
+    drawn = score(x, temperature)
     if temperature > 0:
         drawn += noise(seed, position, token)
     return tl.max(tl.where(live & (key >= floor), pack(drawn, token), NOTHING), 0)
 
 
 @triton.jit
-def _is_finite(bits, IS_BF16: tl.constexpr):
-    exponent: tl.constexpr = 0x7F80 if IS_BF16 else 0x7C00
-    return (bits.to(tl.int32) & exponent) != exponent
-
-
-@triton.jit
 def _draw_kernel(
     bits_BV,
-    temperature_B,
-    top_k_B,
-    top_p_B,
-    min_p_B,
-    seed_B,
-    position_B,
+    temperature_R,
+    top_k_R,
+    top_p_R,
+    min_p_R,
+    seed_R,
+    position_R,
+    rows_B,
+    is_on_R,
+    adjusted_BV,
     best_BC,
     count_BK,
     used_BK,
     vocab,
     row_stride,
     IS_BF16: tl.constexpr,
+    HAS_ADJUSTED: tl.constexpr,
+    INTERPRET: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.load(rows_B + place)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     live = token < vocab
-    bits = tl.load(bits_BV + row * row_stride + token, mask=live, other=0)
-    params = _load_params(temperature_B, top_k_B, top_p_B, min_p_B, row)
+    adjusted = False
+    if HAS_ADJUSTED:
+        adjusted = tl.load(is_on_R + row).to(tl.int32) != 0
+    x, key, finite, forbidden = _load_logits(
+        bits_BV + place * row_stride,
+        adjusted_BV + place * vocab,
+        adjusted,
+        token,
+        live,
+        IS_BF16,
+        INTERPRET,
+    )
+    params = _load_params(temperature_R, top_k_R, top_p_R, min_p_R, row)
     temperature, filters = params[0], params[4]
-    seed, position = tl.load(seed_B + row), tl.load(position_B + row)
+    seed, position = tl.load(seed_R + row), tl.load(position_R + row)
 
-    finite = _is_finite(bits, IS_BF16)
-    best = _draw(bits, token, live & finite, 0, temperature, seed, position, IS_BF16)
-    broken = tl.max((live & (finite == 0)).to(tl.int32), 0) > 0
-    tl.store(best_BC + row * tl.num_programs(1) + chunk, tl.where(broken, NOT_FINITE, best))
+    best = _draw(x, key, token, live & finite, 0, temperature, seed, position)
+    broken = tl.max((live & (finite == 0) & (forbidden == 0)).to(tl.int32), 0) > 0
+    tl.store(best_BC + place * tl.num_programs(1) + chunk, tl.where(broken, NOT_FINITE, best))
     if filters:
-        key = to_key(bits)
         counted = live & finite
         ones = tl.full((CHUNK,), 1, tl.int32)
-        tl.atomic_add(count_BK + row * (NUM_BLOCKS * BINS) + key, ones, mask=counted, sem="relaxed")
-        tl.store(used_BK + row * NUM_BLOCKS + key // BINS, ones, mask=counted)
-
-
-@triton.jit
-def _values(count_K, block, temperature, top_score, IS_BF16: tl.constexpr, BINS: tl.constexpr):
-    """(key, count, weight) of a block of values, the highest first, each [BINS]."""
-    key = block * BINS + (BINS - 1) - tl.arange(0, BINS)
-    count = tl.load(count_K + key)
-    gap = score(from_key(key, IS_BF16), temperature) - top_score
-    # What does not occur may be infinite, or above the highest.
-    return key, count, weight(tl.where(count > 0, gap, 0.0))
-
-
-@triton.jit
-def _floor(
-    count_K, blocks, temperature, top_k, top_p, min_p, IS_BF16: tl.constexpr, BINS: tl.constexpr
-):
-    """Key of the lowest value that all filters keep; `blocks` has a bit for each that occurs."""
-    floor = NUM_BLOCKS * BINS
-    top_score = 0.0
-    above = tl.full((), 0, tl.int64)
-    total = tl.full((), 0, tl.int64)
-    for i in range(NUM_BLOCKS):
-        block = NUM_BLOCKS - 1 - i
-        if ((blocks >> block) & 1 > 0) & (above < top_k):
-            if above == 0:
-                key = block * BINS + tl.arange(0, BINS)
-                top = tl.max(tl.where(tl.load(count_K + key) > 0, key, 0), 0)
-                top_score = score(from_key(top, IS_BF16), temperature)
-            key, count, each = _values(count_K, block, temperature, top_score, IS_BF16, BINS)
-            count = count.to(tl.int64)
-            kept = (count > 0) & (above + tl.cumsum(count, 0) - count < top_k)
-            total += tl.sum(tl.where(kept, count * each, 0), 0)
-            floor = tl.minimum(floor, tl.min(tl.where(kept, key, NUM_BLOCKS * BINS), 0))
-            above += tl.sum(count, 0)
-
-    # `floor` is that of top-k now, and `total` the weight of what it keeps.
-    in_k = floor
-    floor = NUM_BLOCKS * BINS
-    mass_above = tl.full((), 0, tl.int64)
-    enough = tl.where(top_p < 1.0, top_p.to(tl.float64) * total.to(tl.float64), float("inf"))
-    least = min_p.to(tl.float64) * WEIGHT_OF_0
-    for i in range(NUM_BLOCKS):
-        block = NUM_BLOCKS - 1 - i
-        if ((blocks >> block) & 1 > 0) & (mass_above.to(tl.float64) < enough):
-            key, count, each = _values(count_K, block, temperature, top_score, IS_BF16, BINS)
-            mass = tl.where(key >= in_k, count.to(tl.int64) * each, 0)
-            before = mass_above + tl.cumsum(mass, 0) - mass
-            kept = (count > 0) & (key >= in_k) & (before.to(tl.float64) < enough)
-            kept &= each.to(tl.float64) >= least
-            floor = tl.minimum(floor, tl.min(tl.where(kept, key, NUM_BLOCKS * BINS), 0))
-            mass_above += tl.sum(mass, 0)
-    return floor
+        count_K = count_BK + place * (NUM_BLOCKS * BINS)
+        tl.atomic_add(count_K + key, ones, mask=counted, sem="relaxed")
+        tl.store(used_BK + place * NUM_BLOCKS + key // BINS, ones, mask=counted)
 
 
 @triton.jit
 def _choose_kernel(
     bits_BV,
-    temperature_B,
-    top_k_B,
-    top_p_B,
-    min_p_B,
-    seed_B,
-    position_B,
+    temperature_R,
+    top_k_R,
+    top_p_R,
+    min_p_R,
+    seed_R,
+    position_R,
+    rows_B,
+    is_on_R,
+    adjusted_BV,
     best_BC,
     count_BK,
     used_BK,
@@ -216,102 +205,122 @@ def _choose_kernel(
     row_stride,
     num_chunks,
     IS_BF16: tl.constexpr,
+    HAS_ADJUSTED: tl.constexpr,
+    INTERPRET: tl.constexpr,
     CHUNK: tl.constexpr,
     BINS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    bits_V, count_K = bits_BV + row * row_stride, count_BK + row * (NUM_BLOCKS * BINS)
+    place = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_B + place)
+    bits_V, count_K = bits_BV + place * row_stride, count_BK + place * (NUM_BLOCKS * BINS)
+    adjusted_V = adjusted_BV + place * vocab
+    adjusted = False
+    if HAS_ADJUSTED:
+        adjusted = tl.load(is_on_R + row).to(tl.int32) != 0
     temperature, top_k, top_p, min_p, filters = _load_params(
-        temperature_B, top_k_B, top_p_B, min_p_B, row
+        temperature_R, top_k_R, top_p_R, min_p_R, row
     )
     chunk = tl.arange(0, CHUNKS)
-    best = tl.load(best_BC + row * num_chunks + chunk, mask=chunk < num_chunks, other=NOTHING)
-    finite = tl.max(best, 0) < NOT_FINITE
+    best = tl.load(best_BC + place * num_chunks + chunk, mask=chunk < num_chunks, other=NOTHING)
+    finite = (tl.max(best, 0) < NOT_FINITE) & (tl.max(best, 0) > NOTHING)
     floor = 0
     if filters:
-        blocks = tl.arange(0, NUM_BLOCKS)
-        used = tl.load(used_BK + row * NUM_BLOCKS + blocks) > 0
-        occurring = tl.sum(tl.where(used, tl.full((), 1, tl.int64) << blocks.to(tl.int64), 0), 0)
-        if finite:
-            floor = _floor(count_K, occurring, temperature, top_k, top_p, min_p, IS_BF16, BINS)
-        tl.debug_barrier()  # all have read before any clears
-        for block in range(NUM_BLOCKS):
-            if (occurring >> block) & 1 > 0:
-                tl.store(count_K + block * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-        tl.store(used_BK + row * NUM_BLOCKS + blocks, tl.zeros((NUM_BLOCKS,), tl.int32))
+        used_K = used_BK + place * NUM_BLOCKS
+        floor = take_floor(count_K, used_K, finite, temperature, top_k, top_p, min_p, IS_BF16, BINS)
 
     token = unpack_token(best)
-    key = to_key(tl.load(bits_V + token, mask=(chunk < num_chunks) & (token < vocab), other=0))
+    live = (chunk < num_chunks) & (token < vocab)
+    key = _load_logits(bits_V, adjusted_V, adjusted, token, live, IS_BF16, INTERPRET)[1]
     answer = tl.max(tl.where(key >= floor, best, NOTHING), 0)
     dropped = tl.where(key >= floor, NOTHING, best)
-    seed, position = tl.load(seed_B + row), tl.load(position_B + row)
+    seed, position = tl.load(seed_R + row), tl.load(position_R + row)
     while tl.max(dropped, 0) > answer:
         first = unpack_token(tl.max(dropped, 0)) // CHUNK
         others = (first * CHUNK + tl.arange(0, CHUNK)).to(tl.int32)
-        bits = tl.load(bits_V + others, mask=others < vocab, other=0)
-        found = _draw(bits, others, others < vocab, floor, temperature, seed, position, IS_BF16)
+        inside = others < vocab
+        logits = _load_logits(bits_V, adjusted_V, adjusted, others, inside, IS_BF16, INTERPRET)
+        found = _draw(logits[0], logits[1], others, inside, floor, temperature, seed, position)
         answer = tl.maximum(answer, found)
         dropped = tl.where(chunk == first, NOTHING, dropped)
-    tl.store(token_B + row, tl.where(finite, unpack_token(answer), 0))
-    tl.store(finite_B + row, finite)
+    tl.store(token_B + place, tl.where(finite, unpack_token(answer), 0))
+    tl.store(finite_B + place, finite)
 
 
 def sample(
-    logits_BV: torch.Tensor, params: SampleParams, *, buffers: SampleBuffers | None = None
+    logits_BV: torch.Tensor,
+    params: SampleParams,
+    *,
+    rows_B: torch.Tensor | None = None,
+    adjusted: Adjusted | None = None,
+    buffers: SampleBuffers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws one token for each row.
+    """Draws one token for each place.
 
     Args:
-        logits_BV: [B, V], any float dtype; rows may have any stride.
-        params: of each row, in the same order; there may be more of them.
-        buffers: for at least B rows of these V logits. Needed where the call is captured, for the
-            results then lie at fixed addresses; made here otherwise.
+        logits_BV: [B, V], any float dtype; places may have any stride.
+        params: of R rows.
+        rows_B: int64, the row of each place; default the first B in their order.
+        adjusted: what some rows draw from instead of the logits.
+        buffers: for at least B places of these V logits. Needed where the call is captured, for
+            the results then lie at fixed addresses; made here otherwise.
 
     Returns:
-        token_B int64: a token id, 0 for a row that is not finite. finite_B bool: whether all of
-        the row's logits are finite. Those of `buffers` if given.
+        token_B int64: a token id, 0 where it is not finite. finite_B bool: whether all logits of
+        the place are finite, and not all are forbidden. Those of `buffers` if given.
     """
     if logits_BV.is_cuda and logits_BV.dtype in (torch.bfloat16, torch.float16):
-        return launch_sample(logits_BV, params, buffers=buffers)
-    num_rows = len(logits_BV)
-    token_B, finite_B = sample_reference.sample(logits_BV, params.rows(num_rows))
+        return launch_sample(logits_BV, params, rows_B=rows_B, adjusted=adjusted, buffers=buffers)
+    num_places = len(logits_BV)
+    token_B, finite_B = sample_reference.sample(logits_BV, params, rows_B=rows_B, adjusted=adjusted)
     if buffers is None:
         return token_B, finite_B
-    return buffers.token_B[:num_rows].copy_(token_B), buffers.finite_B[:num_rows].copy_(finite_B)
+    return buffers.token_B[:num_places].copy_(token_B), buffers.finite_B[:num_places].copy_(
+        finite_B
+    )
 
 
 def launch_sample(
-    logits_BV: torch.Tensor, params: SampleParams, *, buffers: SampleBuffers | None = None
+    logits_BV: torch.Tensor,
+    params: SampleParams,
+    *,
+    rows_B: torch.Tensor | None = None,
+    adjusted: Adjusted | None = None,
+    buffers: SampleBuffers | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample` for BF16 and FP16 logits, by the kernels above."""
-    num_rows, vocab = logits_BV.shape
-    assert logits_BV.stride(1) == 1 and num_rows > 0
-    out = buffers or SampleBuffers.make(num_rows, vocab, device=logits_BV.device)
+    num_places, vocab = logits_BV.shape
+    assert logits_BV.stride(1) == 1 and num_places > 0
+    out = buffers or SampleBuffers.make(num_places, vocab, device=logits_BV.device)
     num_chunks = triton.cdiv(vocab, _CHUNK)
-    assert len(out.token_B) >= num_rows and out.best_BC.shape[1] == num_chunks
-    rows = params.rows(num_rows)
+    assert len(out.token_B) >= num_places and out.best_BC.shape[1] == num_chunks
+    assert adjusted is None or adjusted.logits_BV.is_contiguous()
     shared = (
         logits_BV.view(torch.int16),
-        rows.temperature_B,
-        rows.top_k_B,
-        rows.top_p_B,
-        rows.min_p_B,
-        rows.seed_B,
-        rows.position_B,
+        params.temperature_B,
+        params.top_k_B,
+        params.top_p_B,
+        params.min_p_B,
+        params.seed_B,
+        params.position_B,
+        out.places_B if rows_B is None else rows_B,
+        out.finite_B if adjusted is None else adjusted.is_on_R,
+        params.temperature_B if adjusted is None else adjusted.logits_BV,
         out.best_BC,
         out.count_BK,
         out.used_BK,
     )
     constants = {
         "IS_BF16": logits_BV.dtype == torch.bfloat16,
+        "HAS_ADJUSTED": adjusted is not None,
+        "INTERPRET": is_interpreted(_draw_kernel),
         "CHUNK": _CHUNK,
-        "BINS": _BINS,
+        "BINS": KEYS_PER_BLOCK,
         "num_warps": 4,
         "enable_fp_fusion": False,  # bits of the specification, see `sample_device`
     }
-    _draw_kernel[(num_rows, num_chunks)](*shared, vocab, logits_BV.stride(0), **constants)
-    _choose_kernel[(num_rows,)](
+    _draw_kernel[(num_places, num_chunks)](*shared, vocab, logits_BV.stride(0), **constants)
+    _choose_kernel[(num_places,)](
         *shared,
         out.token_B,
         out.finite_B,
@@ -321,4 +330,4 @@ def launch_sample(
         CHUNKS=triton.next_power_of_2(num_chunks),
         **constants,
     )
-    return out.token_B[:num_rows], out.finite_B[:num_rows]
+    return out.token_B[:num_places], out.finite_B[:num_places]

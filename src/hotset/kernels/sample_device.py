@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from hotset.kernels import sample_reference as spec
+from hotset.kernels.device import round_to
 
 WEIGHT_BITS = tl.constexpr(spec.WEIGHT_BITS)
 WEIGHT_OF_0 = tl.constexpr(2.0**spec.WEIGHT_BITS)
@@ -41,6 +42,22 @@ def from_key(key, IS_BF16: tl.constexpr):
     else:
         x = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return x
+
+
+@triton.jit
+def round_to_key(x, IS_BF16: tl.constexpr, INTERPRET: tl.constexpr):
+    """The key of an FP32 number as rounded to bfloat16 or half, to nearest even."""
+    if IS_BF16:
+        rounded = round_to(x, tl.bfloat16, INTERPRET).to(tl.int16, bitcast=True)
+    else:
+        rounded = x.to(tl.float16).to(tl.int16, bitcast=True)
+    return to_key(rounded)
+
+
+@triton.jit
+def is_finite(x):
+    """Whether an FP32 number is finite."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
 
 
 @triton.jit
@@ -129,3 +146,9 @@ def pack(drawn, token):
 @triton.jit
 def unpack_token(packed):
     return 0xFFFFFFFF - (packed & 0xFFFFFFFF)
+
+
+@triton.jit
+def unpack_score(packed):
+    order = (packed >> 32).to(tl.int32)
+    return tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True)

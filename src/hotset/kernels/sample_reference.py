@@ -9,7 +9,8 @@
 which draws i with probability softmax(s) over what is kept (the Gumbel-max theorem). The filters
 and their order are transformers' warpers; equal scores are kept or dropped together, where the
 library's top-p may split them. With temperature 0 the token is the argmax of x, the lowest id among
-equals, whatever the filters.
+equals, whatever the filters. Adjusted logits (`sample_adjust_reference`) are drawn from in FP32,
+but filtered as if rounded to the dtype of the logits; those of -inf are forbidden.
 
 Noise is Philox4x32-10 keyed by seed and counted by (token, position), so a row's draw depends on
 its own seed, position and logits alone. Probabilities are whole multiples of 2^-40, and exp and log
@@ -17,7 +18,7 @@ are written out in FP32 operations that round alike everywhere: sums do not depe
 and a CPU draws the tokens that a GPU draws from equal logits. Not to be compiled with fused
 multiply-add. Knows rows of logits, nothing of requests. Never waits for the device.
 
-Letters: B rows, V vocabulary.
+Letters: B places of a step, R rows whose parameters are kept, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _WORD = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class SampleParams:
-    """How each row is sampled; tensors [B] on the device of the logits.
+    """How each row is sampled; tensors on the device of the logits, [R], or [B] out of `rows`.
 
     Attributes:
         temperature_B: float32; 0 is greedy.
@@ -77,21 +78,52 @@ class SampleParams:
             position_B=full(0, torch.int64),
         )
 
-    def rows(self, num_rows: int) -> SampleParams:
-        """The first rows, as views."""
-        return SampleParams(*(getattr(self, field.name)[:num_rows] for field in fields(self)))
+    def rows(self, rows_B: torch.Tensor) -> SampleParams:
+        """Those of these rows (int64), a copy."""
+        return SampleParams(*(getattr(self, field.name)[rows_B] for field in fields(self)))
 
 
-def sample(logits_BV: torch.Tensor, params: SampleParams) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class Adjusted:
+    """Other logits than the model's, for some rows.
+
+    Attributes:
+        is_on_R: bool, which rows draw from them.
+        logits_BV: float32, of each place; of other rows anything; -inf is forbidden.
+    """
+
+    is_on_R: torch.Tensor
+    logits_BV: torch.Tensor
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    params: SampleParams,
+    *,
+    rows_B: torch.Tensor | None = None,
+    adjusted: Adjusted | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token_B int64, finite_B bool); see `sample.sample`."""
+    if rows_B is None:
+        rows_B = torch.arange(len(logits_BV), device=logits_BV.device)
+    params = params.rows(rows_B)
     x_BV = logits_BV.float()
-    finite_B = torch.isfinite(x_BV).all(1)
+    finite_BV = torch.isfinite(x_BV)
+    allowed_BV = torch.ones_like(finite_BV)
+    if adjusted is not None:
+        is_on_B1 = adjusted.is_on_R[rows_B, None]
+        x_BV = torch.where(is_on_B1, adjusted.logits_BV, x_BV)
+        allowed_BV = ~(is_on_B1 & torch.isneginf(x_BV))
+        finite_BV = torch.isfinite(x_BV) | ~allowed_BV
+    finite_B = finite_BV.all(1) & allowed_BV.any(1)
     x_BV = torch.where(x_BV == 0, 0.0, x_BV)  # -0 and 0 are equals in every respect
     greedy_B1 = params.temperature_B[:, None] <= 0
     if not x_BV.is_cuda and bool(greedy_B1.all()):  # asking costs nothing here, and saves the rest
         return torch.where(finite_B, _first_best(x_BV), 0), finite_B
     score_BV = torch.where(greedy_B1, x_BV, scores(x_BV, params.temperature_B))
-    kept_BV = greedy_B1 | keep(score_BV, params)
+    rounded_BV = x_BV.to(logits_BV.dtype).float()
+    kept_BV = greedy_B1 | keep(scores(rounded_BV, params.temperature_B), params)
+    kept_BV &= allowed_BV
     tokens_V = torch.arange(x_BV.shape[1], device=x_BV.device)
     words_BV = philox_words(params.seed_B, params.position_B, tokens_V)
     drawn_BV = torch.where(greedy_B1, score_BV, score_BV + gumbel(words_BV))

@@ -16,6 +16,7 @@ from repository import script
 
 MEMORY = ["--context", "--device", "--dtype", "--prefill-chunk", "--ram", "--revision", "--vram"]
 SAMPLING = ["--min-p", "--seed", "--temperature", "--top-k", "--top-p"]
+ROWS = ["--batch-invariant", "--kv-tokens", "--max-batch", "--no-batch-invariant"]
 
 FLAGS = {
     "hotset": ["--debug", "--version"],
@@ -26,7 +27,7 @@ FLAGS = {
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
         *("--profile", "--record", "--strict"),
     ],
-    "hotset plan": [*MEMORY, "--json", "--machine", "--profile", "--sweep", "--trace"],
+    "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),

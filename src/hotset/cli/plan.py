@@ -13,10 +13,13 @@ import typer
 from rich.console import RenderableType
 
 from hotset.cli.options import (
+    BatchInvariant,
     Context,
     Device,
     Dtype,
     Json,
+    KvTokens,
+    MaxBatch,
     ModelArgument,
     PrefillChunk,
     Ram,
@@ -47,6 +50,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    max_batch: MaxBatch = EngineConfig.max_batch,
+    kv_tokens: KvTokens = None,
+    batch_invariant: BatchInvariant = False,
     revision: Revision = None,
     machine: Annotated[
         str | None,
@@ -86,6 +92,9 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         dtype=dtype,
         context=context,
         prefill_chunk=prefill_chunk,
+        max_batch=max_batch,
+        kv_tokens=kv_tokens,
+        batch_invariant=batch_invariant,
         revision=revision,
     )
     described = _Described(config, machine=machine, trace=trace, profile=profile)

@@ -106,7 +106,7 @@ class Layers:
         for index, (query, key, value) in self.inputs.items():
             view, _ = self.cache.update(key, value, index)
             sinks_Q = self.sinks_Q[index]
-            out.append(view.attend(query[:, :, 0], scale=0.1, softcap=None, sinks_Q=sinks_Q))
+            out.append(view.attend(query, scale=0.1, softcap=None, sinks_Q=sinks_Q)[:, 0])
         return out
 
 

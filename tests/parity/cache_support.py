@@ -109,12 +109,13 @@ class Ours:
         for start in range(0, len(ids), size):
             part = ids[start : start + size]
             step = PrefillStep(self.pool, row, len(part), kernels=KERNELS)
-            out = self.model(
-                input_ids=torch.tensor([part]),
-                position_ids=step.position_ids,
-                past_key_values=KVCache(step),
-                use_cache=True,
-            )
+            with self.switch.decode():
+                out = self.model(
+                    input_ids=torch.tensor([part]),
+                    position_ids=step.position_ids,
+                    past_key_values=KVCache(step),
+                    use_cache=True,
+                )
             step.commit()
             parts.append(out.logits[0])
         return torch.cat(parts)

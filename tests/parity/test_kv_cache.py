@@ -170,7 +170,7 @@ def test_tokens_count_when_their_step_is_committed(small: Stock) -> None:
     row = ours.pool.open()
     ours.prefill(row, PROMPTS[1][:20])
     step = PrefillStep(ours.pool, row, 9, kernels=KERNELS)
-    with torch.no_grad():
+    with torch.no_grad(), ours.switch.decode():
         ours.model(
             input_ids=torch.zeros(1, 9, dtype=torch.int64),
             position_ids=step.position_ids,

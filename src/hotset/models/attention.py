@@ -1,4 +1,4 @@
-"""The seam into transformers' attention: one name, `hotset`, for decode over a KV pool.
+"""The seam into transformers' attention: one name, `hotset`, for all that runs over a KV pool.
 
 While a model's configs say `hotset`, its attention modules call `_attend`, and no mask is built,
 since the name has none in the library's mask interface. The cache is found in the keys: what a
@@ -42,17 +42,18 @@ def unknown_arguments(arguments: Mapping[str, object]) -> list[str]:
 
 
 class KVView(Protocol):
-    """One layer's part of a KV pool during one decode step."""
+    """One layer's part of a KV pool during one step."""
 
     def attend(
         self,
-        q_BQD: torch.Tensor,
+        q_BQTD: torch.Tensor,
         *,
         scale: float,
         softcap: float | None,
         sinks_Q: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[B, Hq, Dv]: attention of one token a row, the newest, to what is cached of its row."""
+        """[B, T, Hq, Dv]: the newest T tokens of each row attend to themselves and to all that is
+        cached of it before them."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -71,19 +72,18 @@ def _attend(
     """What the library calls in every attention layer whose implementation is `hotset`.
 
     Args:
-        query: [B, Hq, 1, Dk].
+        query: [B, Hq, T, Dk].
         key, value: the `KVView` that the cache's `update` returned, twice.
         s_aux: attention sinks, [Hq].
 
     Returns:
-        [B, 1, Hq, Dv], and no attention weights.
+        [B, T, Hq, Dv], and no attention weights.
     """
-    assert attention_mask is None and query.shape[2] == 1 and key is value
+    assert attention_mask is None and key is value
     assert not unknown_arguments(others), unknown_arguments(others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     view = cast(KVView, key)
-    out_BQD = view.attend(query[:, :, 0], scale=scale, softcap=softcap, sinks_Q=s_aux)
-    return out_BQD.unsqueeze(1), None
+    return view.attend(query, scale=scale, softcap=softcap, sinks_Q=s_aux), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
@@ -119,7 +119,7 @@ class AttentionSwitch:
                 config._attn_implementation_internal = earlier
 
     def decode(self) -> AbstractContextManager[None]:
-        """Within the block: one token a row, over a KV pool."""
+        """Within the block: attention over a KV pool, without masks."""
         return self.using(IMPLEMENTATION)
 
 

@@ -1,9 +1,10 @@
 """The pool as the library's `Cache`, in two forms: prefill of one row, decode of many.
 
 What is done is chosen by the step object, never by data. A `PrefillStep` writes the new tokens and
-gives stock attention plain keys and values, those of earlier chunks gathered from the pool; masks
-come out as for the library's own cache. A `DecodeBatch` writes one token a row and gives the
-attention function the pool itself (`models.attention`). Knows rows and positions, nothing of text.
+attends to them and to those of earlier chunks, gathered from the pool. A `DecodeBatch` writes one
+token a row and attends to the pool itself. Either way the attention function gets the layer itself
+in place of keys and values (`models.attention`), and there is no mask. Knows rows and positions,
+nothing of text.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ class PrefillStep:
         row: an open row; the tokens follow those that it has.
         num_tokens: how many.
         kernels: attention kernels.
+        ahead: tokens of chunks that run before this one and are not committed yet.
 
     Raises:
         RequestError: the row cannot become so long; nothing has changed then.
     """
 
     def __init__(
-        self, pool: KVPool, row: int, num_tokens: int, *, kernels: AttentionKernels
+        self, pool: KVPool, row: int, num_tokens: int, *, kernels: AttentionKernels, ahead: int = 0
     ) -> None:
         self.pool, self.row, self.num_tokens, self.kernels = pool, row, num_tokens, kernels
-        self.start = pool.lengths[row]
+        self.start = pool.lengths[row] + ahead
         pool.reserve(row, self.start + num_tokens)
         self.length_1 = sent(np.array([self.start + num_tokens], dtype=np.int32), pool.device)
         self.kinds = {window: _PrefillKind(self, kind) for window, kind in pool.kinds.items()}
@@ -98,29 +100,32 @@ class _PrefillKind:
         self.seen = slice(skip, skip + self.num_seen)
 
     def gather(self, pool: torch.Tensor) -> torch.Tensor:
-        """The earlier tokens, [1, Hkv, num_seen, D], a strided view of a copy."""
-        return pool[self.blocks].flatten(0, 1)[self.seen].transpose(0, 1)[None]
+        """The earlier tokens, [Hkv, num_seen, D], a strided view of a copy."""
+        return pool[self.blocks].flatten(0, 1)[self.seen].transpose(0, 1)
 
 
 class _PrefillLayer(CacheLayerMixin):
+    """Also the `KVView` of its layer."""
+
     def __init__(self, step: PrefillStep, layer: AttentionLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._step, self._kind = step, step.kinds[layer.window]
+        self._step, self._kind, self._window = step, step.kinds[layer.window], layer.window
         self._pools = step.pool.pools[layer.index]
+        self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_sliding = layer.window is not None
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes [1, Hkv, T, D] and returns these with all that they see before them."""
+    ) -> tuple[Any, Any]:
+        """Writes [1, Hkv, T, D]; returns itself twice, for the attention function."""
         assert key_states.shape[0] == 1 and key_states.shape[2] == self._step.num_tokens
-        keys, values = key_states, value_states
+        keys, values = key_states[0], value_states[0]
         k_pool, v_pool = self._pools
         if self._kind.num_seen:
             # Read first: in a ring the new tokens may take the place of what they see.
-            keys = torch.cat((self._kind.gather(k_pool), keys), dim=2)
-            values = torch.cat((self._kind.gather(v_pool), values), dim=2)
+            keys = torch.cat((self._kind.gather(k_pool), keys), dim=1)
+            values = torch.cat((self._kind.gather(v_pool), values), dim=1)
         self._step.kernels.write(
             key_states.transpose(1, 2),
             value_states.transpose(1, 2),
@@ -129,7 +134,28 @@ class _PrefillLayer(CacheLayerMixin):
             self._kind.table_1N,
             self._step.length_1,
         )
-        return keys, values
+        self._attended = keys, values
+        return self, self
+
+    def attend(
+        self,
+        q_BQTD: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks_Q: torch.Tensor | None,
+    ) -> torch.Tensor:
+        assert self._attended is not None
+        (keys, values), self._attended = self._attended, None
+        return self._step.kernels.prefill(
+            q_BQTD[0],
+            keys,
+            values,
+            scale=scale,
+            window=self._window,
+            softcap=softcap,
+            sinks_Q=sinks_Q,
+        )[None]
 
     def get_seq_length(self) -> int:
         return self._step.start
@@ -244,15 +270,22 @@ class _DecodeLayer(CacheLayerMixin):
 
     def attend(
         self,
-        q_BQD: torch.Tensor,
+        q_BQTD: torch.Tensor,
         *,
         scale: float,
         softcap: float | None,
         sinks_Q: torch.Tensor | None,
     ) -> torch.Tensor:
-        return self._decode(
-            q_BQD, *self._pool, scale=scale, window=self._window, softcap=softcap, sinks_Q=sinks_Q
+        assert q_BQTD.shape[2] == 1
+        out_BQD = self._decode(
+            q_BQTD[:, :, 0],
+            *self._pool,
+            scale=scale,
+            window=self._window,
+            softcap=softcap,
+            sinks_Q=sinks_Q,
         )
+        return out_BQD.unsqueeze(1)
 
     def get_seq_length(self) -> int:
         raise AssertionError("the rows of a decode step have no one length")

@@ -93,15 +93,9 @@ class Scripted:
         )
 
 
-@contextmanager
-def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> Iterator[Scripted]:
-    """A server over a scripted scheduler.
-
-    Args:
-        options: of the scheduler.
-    """
-    scheduler = ScriptedScheduler(lambda request: byte_ids("Hello"), **options)
-    served = Served.of(
+def served_by(scheduler: ScriptedScheduler, text: Text) -> Served:
+    """A model that says what its scheduler wants."""
+    return Served.of(
         scheduler,
         names=(NAME, "alias"),
         text=text,
@@ -110,5 +104,16 @@ def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> I
         stop_ids=frozenset({END_ID}),
         state=NoState(),
     )
+
+
+@contextmanager
+def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> Iterator[Scripted]:
+    """A server over a scripted scheduler.
+
+    Args:
+        options: of the scheduler.
+    """
+    scheduler = ScriptedScheduler(lambda request: byte_ids("Hello"), **options)
+    served = served_by(scheduler, text)
     with running(served, config) as (url, process, thread):
         yield Scripted(scheduler, served, url, process, thread)

@@ -28,6 +28,14 @@ FLAGS = {
         *("--profile", "--record", "--strict"),
     ],
     "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
+    "hotset serve": [
+        *MEMORY,
+        *ROWS,
+        *("--allowed-host", "--api-key", "--compiled", "--cors-origin", "--graphs", "--half-life"),
+        *("--host", "--json", "--kernels", "--max-waiting", "--no-compiled", "--no-graphs"),
+        *("--no-prefix-reuse", "--no-strict", "--policy", "--port", "--prefill-share"),
+        *("--prefix-reuse", "--served-name", "--strict"),
+    ],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),

@@ -93,8 +93,8 @@ class Answering:
         Raises:
             HotsetError: what failed before the first byte.
         """
-        answers = await self._begin(asks)
         path = http.url.path
+        answers = await self._begin(asks, path)
         try:
             if not stream:
                 choices = await _unless_gone(http, answers.whole())
@@ -110,11 +110,11 @@ class Answering:
                 answers.close()
         return EventStream(_with_last_words(events(answers), path), on_end=answers.close)
 
-    async def _begin(self, asks: Sequence[Ask]) -> Answers:
+    async def _begin(self, asks: Sequence[Ask], path: str) -> Answers:
         if self._loop.draining:
             raise HttpError(_ENDING)
         prepared = [await asyncio.to_thread(self._prepare, ask) for ask in asks]
-        answers = Answers(self._loop)
+        answers = Answers(self._loop, path)
         try:
             index = 0
             for ask, request in prepared:

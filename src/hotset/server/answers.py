@@ -7,6 +7,7 @@ wire format.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,8 @@ from hotset.server.ask import Finish, Part, TokenInfo, ToolPart, Usage, Whole
 from hotset.server.engine_loop import EngineLoop, Ticket
 from hotset.server.errors import HttpError, Problem, failed_in_a_step
 from hotset.server.speech import AnswerText, Piece, Speech
+
+logger = logging.getLogger(__name__)
 
 
 class Choice:
@@ -115,10 +118,13 @@ class Answers:
 
     Args:
         loop: what answers.
+        path: of the request, for the log.
     """
 
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: EngineLoop, path: str) -> None:
+        self._loop, self._path, self._begun_at = loop, path, loop.clock()
+        self._tickets: list[Ticket] = []
+        self._closed = False
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._early: list[Event] = []
         self._open: dict[int, _Open] = {}
@@ -139,6 +145,7 @@ class Answers:
         ticket = self._loop.submit(request, self._events)
         self._open[ticket.request_id] = _Open(choice, ticket)
         self._choices.append(choice)
+        self._tickets.append(ticket)
         self._num_prompt_tokens += ticket.num_prompt_tokens if counted else 0
 
     @property
@@ -147,9 +154,24 @@ class Answers:
         return Usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self._choices))
 
     def close(self) -> None:
-        """Cancels what has no end. Safe to call twice."""
+        """Cancels what has no end, and logs what there was: never a word of it. Safe to call
+        twice."""
+        if self._closed:
+            return
+        self._closed = True
         for entry in self._open.values():
             self._loop.cancel(entry.ticket)
+        firsts = [ticket.first_at for ticket in self._tickets if ticket.first_at is not None]
+        first = f"{min(firsts) - self._begun_at:.2f}" if firsts else "n/a"
+        logger.info(
+            "%s: %d prompt tokens, %d tokens in %.2f s (first after %s s), %s",
+            self._path,
+            self.usage.num_prompt_tokens,
+            self.usage.num_tokens,
+            self._loop.clock() - self._begun_at,
+            first,
+            "unfinished" if self._open else "finished",
+        )
         self._open.clear()
 
     async def first(self, timeout: float) -> None:

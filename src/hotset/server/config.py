@@ -30,6 +30,7 @@ class ServerConfig:
             name at 127.0.0.1.
         max_body_bytes: of a request.
         max_header_bytes: of a request's line and headers.
+        max_waiting: requests beyond these are refused while they wait for a row.
         drain_seconds: what running answers are given after SIGTERM.
         stall_seconds: without progress of a busy engine `/health` says 503.
 
@@ -45,12 +46,17 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 8 * MIB
     max_header_bytes: int = 32 * 1024
+    max_waiting: int = 64
     drain_seconds: float = 30.0
     stall_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"`port` is {self.port}, it must be in 0..{_MAX_PORT}", option="port")
+        if self.max_waiting < 1:
+            raise ConfigError(
+                f"`max_waiting` is {self.max_waiting}, the least is 1", option="max_waiting"
+            )
         for key in self.api_keys:
             if not key or not key.isascii() or any(letter.isspace() for letter in key):
                 raise ConfigError(

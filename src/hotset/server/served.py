@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hotset.core.errors import ConfigError
+from hotset.runtime.engine import Engine
 from hotset.runtime.requests import Scheduling
 from hotset.runtime.text import Text
 from hotset.server.engine_loop import EngineLoop
 from hotset.server.metrics import Metrics
-from hotset.server.state import State
+from hotset.server.state import EngineState, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,25 @@ class Served:
     loop: EngineLoop
     metrics: Metrics
     state: State
+
+    @classmethod
+    def of_engine(cls, engine: Engine, scheduler: Scheduling, names: tuple[str, ...]) -> Served:
+        """A loaded model, answering by a scheduler of its.
+
+        Raises:
+            ConfigError: the checkpoint has no tokenizer.
+        """
+        if engine.text is None:
+            raise ConfigError("the checkpoint has no tokenizer, and a server needs one")
+        return cls.of(
+            scheduler,
+            names=names,
+            text=engine.text,
+            vocab=engine.geometry.vocab,
+            context_tokens=engine.plan.context_tokens,
+            stop_ids=engine.stop_ids,
+            state=EngineState(engine),
+        )
 
     @classmethod
     def of(

@@ -1,0 +1,196 @@
+"""`hotset serve`: loads a model and answers HTTP until a signal. A thin layer over the server.
+
+The port is taken before weights are read, so that one in use is refused at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from hotset.cli.options import (
+    BatchInvariant,
+    Compiled,
+    Context,
+    Device,
+    Dtype,
+    Graphs,
+    HalfLifeOption,
+    Json,
+    KernelsOption,
+    KvTokens,
+    MaxBatch,
+    ModelArgument,
+    PolicyOption,
+    PrefillChunk,
+    PrefillShare,
+    PrefixReuse,
+    Ram,
+    Revision,
+    Strict,
+    Vram,
+    engine_config,
+    named_by_flag,
+)
+from hotset.cli.progress import loading_bar
+from hotset.core import env
+from hotset.core.config import EngineConfig
+from hotset.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import socket
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT = ServerConfig()
+
+
+def serve(  # noqa: PLR0913 - one parameter for each flag
+    model: ModelArgument,
+    *,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; `0.0.0.0` is every network of this machine.")
+    ] = _DEFAULT.host,
+    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = _DEFAULT.port,
+    served_name: Annotated[
+        list[str] | None,
+        typer.Option(help="What requests call the model; may be repeated. Default: MODEL's name."),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key that requests must send; may be repeated. Default: HOTSET_API_KEY, or none."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Web origin that browsers may call from; may be repeated. Default: none."
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Further host name that requests may use while listening on a loopback address, "
+            "e.g. that of a reverse proxy; may be repeated."
+        ),
+    ] = None,
+    max_batch: MaxBatch = 8,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests beyond these are refused while they wait for a row.")
+    ] = _DEFAULT.max_waiting,
+    kv_tokens: KvTokens = None,
+    batch_invariant: BatchInvariant = False,
+    prefix_reuse: PrefixReuse = True,
+    prefill_share: PrefillShare = EngineConfig.prefill_share,
+    vram: Vram = None,
+    ram: Ram = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    context: Context = None,
+    prefill_chunk: PrefillChunk = None,
+    kernels: KernelsOption = None,
+    revision: Revision = None,
+    strict: Strict = False,
+    policy: PolicyOption = None,
+    half_life: HalfLifeOption = None,
+    graphs: Graphs = True,
+    compiled: Compiled = True,
+    as_json: Json = False,
+) -> None:
+    """Serve a model over HTTP, under OpenAI's and Anthropic's API names.
+
+    SIGTERM finishes what runs and ends; a second one ends at once. With `--json`, one JSON object
+    on stdout says when requests can come, and where.
+
+    Example: `hotset serve Qwen/Qwen3-30B-A3B --vram 16GiB --port 8000`
+    """
+    engine_settings = engine_config(
+        model,
+        vram=vram,
+        ram=ram,
+        device=device,
+        dtype=dtype,
+        context=context,
+        prefill_chunk=prefill_chunk,
+        kernels=kernels,
+        revision=revision,
+        strict=strict,
+        policy=policy,
+        half_life=half_life,
+        graphs=graphs,
+        compiled=compiled,
+        max_batch=max_batch,
+        kv_tokens=kv_tokens,
+        batch_invariant=batch_invariant,
+        prefix_reuse=prefix_reuse,
+        prefill_share=prefill_share,
+    )
+    from hotset.server.bind import bind
+
+    with named_by_flag():
+        server_settings = ServerConfig(
+            host=host,
+            port=port,
+            names=tuple(served_name or [_name_of(model)]),
+            api_keys=_api_keys(api_key),
+            cors_origins=tuple(cors_origin or ()),
+            allowed_hosts=tuple(allowed_host or ()),
+            max_waiting=max_waiting,
+        )
+        bound = bind(server_settings)
+    with bound:
+        _serve(engine_settings, server_settings, bound, as_json=as_json)
+
+
+def _serve(
+    engine_settings: EngineConfig,
+    server_settings: ServerConfig,
+    bound: socket.socket,
+    *,
+    as_json: bool,
+) -> None:
+    from hotset.runtime.engine import Engine
+    from hotset.runtime.weights import CheckpointWeights
+    from hotset.server.run import serve as run
+    from hotset.server.served import Served
+
+    if env.LOG_LEVEL.get() is None:  # a server says one line for each request
+        logging.getLogger("hotset").setLevel(logging.INFO)
+    if not server_settings.loopback and not server_settings.api_keys:
+        logger.warning("anyone who reaches this machine may use the model: `--api-key` asks first")
+
+    def ready(url: str) -> None:
+        name = server_settings.names[0]
+        typer.echo(f"{name} is served at {url}/v1", err=True)
+        if as_json:
+            typer.echo(json.dumps({"url": url, "model": name, "pid": os.getpid()}))
+            sys.stdout.flush()
+
+    config = engine_settings
+    source = CheckpointWeights(config.model, dtype=config.dtype, revision=config.revision)
+    with loading_bar() as progress:
+        engine = Engine(source, config, progress=progress)
+    with engine, engine.scheduling(max_waiting=server_settings.max_waiting) as scheduler:
+        served = Served.of_engine(engine, scheduler, server_settings.names)
+        run(served, server_settings, bound, ready=ready)
+
+
+def _api_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Those of the command line, or else the one of the environment."""
+    if given:
+        return tuple(given)
+    key = env.API_KEY.get()
+    return () if key is None else (key,)
+
+
+def _name_of(model: str) -> str:
+    """A Hub id as it is, a folder by its name."""
+    folder = Path(model)
+    return folder.resolve().name if folder.is_dir() else model

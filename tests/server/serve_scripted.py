@@ -1,0 +1,47 @@
+"""A server process with a scripted scheduler: `python serve_scripted.py FOLDER [hang]`.
+
+Prints its URL. The tokenizer is that of the folder; a prompt is answered by 200 slow tokens, and
+with `hang` the step after the third token never ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+from clients import served_by
+from scripted import ScriptedScheduler
+
+from hotset.runtime.requests import Event
+from hotset.runtime.text import Text
+from hotset.server.bind import bind
+from hotset.server.config import ServerConfig
+from hotset.server.run import serve
+from tiny import tiny_config
+
+
+class Slow(ScriptedScheduler):
+    """A token takes 5 ms, and perhaps one takes for ever."""
+
+    hangs = False
+
+    def step(self, early: object = None) -> list[Event]:
+        time.sleep(0.005)
+        if self.hangs and any(row.num_done == 3 for row in self.rows.values()):
+            threading.Event().wait()
+        return super().step()
+
+
+def main() -> None:
+    text = Text(Path(sys.argv[1]), tiny_config("qwen3_moe"))
+    scheduler = Slow(lambda request: [70] * 200)
+    scheduler.hangs = sys.argv[2:] == ["hang"]
+    config = ServerConfig(port=0)
+    with bind(config) as bound:
+        serve(served_by(scheduler, text), config, bound, ready=lambda url: print(url, flush=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The life of a server process: signals, exits, what is left behind. Each server is a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from clients import NAME, TEMPLATE
+
+from vocabulary import byte_tokenizer
+
+TESTS = Path(__file__).resolve().parents[1]
+BODY = {"model": NAME, "prompt": "hi", "max_tokens": 500, "stream": True}
+
+
+@dataclass
+class Server:
+    """A server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str = ""
+
+    def wait_ready(self) -> None:
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url.startswith("http://127.0.0.1:")
+
+    def stream(self) -> Iterator[str]:
+        """Lines of a long answer."""
+        with httpx2.stream("POST", f"{self.url}/v1/completions", json=BODY, timeout=30) as answer:
+            yield from (line for line in answer.iter_lines() if line)
+
+    def exit(self, timeout: float) -> int:
+        return self.process.wait(timeout)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """Starts servers; most of a start is imports, so tests start theirs together."""
+    folder = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer(template=TEMPLATE).save_pretrained(folder)
+    paths = os.pathsep.join([str(TESTS), str(TESTS / "server")])
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*args: str) -> Server:
+        process = subprocess.Popen(
+            [sys.executable, str(TESTS / "server" / "serve_scripted.py"), str(folder), *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )
+        started.append(process)
+        return Server(process)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def servers(start: Callable[..., Server]) -> dict[str, Server]:
+    """One server for each test, started together."""
+    made = {name: start() for name in ("drains", "twice")}
+    made["hangs"] = start("hang")
+    for server in made.values():
+        server.wait_ready()
+    return made
+
+
+def test_the_first_signal_drains(servers: dict[str, Server]) -> None:
+    """What runs comes to its end, what is new is refused, and then the exit code is 0."""
+    server = servers["drains"]
+    lines = server.stream()
+    next(lines)
+    # FT-02: nobody who could outlive it, whatever kills it.
+    assert psutil.Process(server.process.pid).children(recursive=True) == []
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    refused = httpx2.post(f"{server.url}/v1/completions", json=BODY)
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
+    health = httpx2.get(f"{server.url}/health")
+    assert health.status_code == 503 and health.json()["status"] == "draining"
+    assert list(lines)[-1] == "data: [DONE]"
+    assert server.exit(5) == 0
+
+
+def test_the_second_signal_exits(servers: dict[str, Server]) -> None:
+    server = servers["twice"]
+    lines = server.stream()
+    next(lines)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.1)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit(5) == 128 + signal.SIGTERM
+    assert time.monotonic() - start < 5
+
+
+def test_a_step_that_hangs_cannot_hold_the_process(servers: dict[str, Server]) -> None:
+    """FT-03: and its client is told."""
+    server = servers["hangs"]
+    got: list[str] = []
+    reader = threading.Thread(target=lambda: got.extend(server.stream()))
+    reader.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit(10) == 1
+    assert time.monotonic() - start <= 10
+    reader.join(5)
+    assert "the server is shutting down" in got[-1]
+
+
+def test_a_port_that_is_taken_is_refused_at_once() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        command = [
+            sys.executable,
+            "-m",
+            "hotset.cli.entry",
+            "serve",
+            "no/such",
+            "--port",
+            str(port),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert f"cannot listen on `127.0.0.1` port {port}: Address already in use" in done.stderr

@@ -1,0 +1,139 @@
+"""Structured answers: which token may come next, by llguidance, from a JSON schema or a grammar.
+
+Knows one checkpoint's tokenizer and token masks; nothing of requests, rows or devices. A schema
+that the library cannot hold an answer to is refused with its reason, never taken in part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from hotset.core.errors import RequestError
+
+# Any JSON object (https://platform.openai.com/docs/guides/structured-outputs#json-mode).
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class Matcher:
+    """A `TokenMatcher` of one answer.
+
+    Args:
+        matcher: llguidance's, without error.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self._matcher = matcher
+
+    @property
+    def is_complete(self) -> bool:
+        """See `TokenMatcher`."""
+        return self._matcher.is_stopped()
+
+    def fill_mask(self, words_W: NDArray[np.int32]) -> None:
+        """See `TokenMatcher`.
+
+        Raises:
+            RequestError: the structure has become too large to follow.
+        """
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
+        self._check()
+        # Ids beyond the tokenizer's, which pad the vocabulary of some models, stay forbidden.
+        words_W.fill(0)
+        num_words = min(len(mask), len(words_W))
+        words_W[:num_words] = mask[:num_words]
+
+    def accept(self, token_id: int) -> None:
+        """See `TokenMatcher`."""
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestError(
+                f"the answer's structure cannot be followed: {_reason(self._matcher.get_error())}",
+                hint="simplify the schema",
+            )
+
+
+class GrammarCompiler:
+    """Makes matchers for one checkpoint. Takes about a second, so make it once.
+
+    Args:
+        tokenizer: the library's.
+        stop_ids: ids that may end an answer.
+        vocab: logits of the model.
+
+    Raises:
+        RequestError: the tokenizer is of a kind that cannot be looked into.
+    """
+
+    def __init__(self, tokenizer: Any, *, stop_ids: frozenset[int], vocab: int) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise RequestError(
+                f"structured answers need a `tokenizer.json`, this model's tokenizer is a "
+                f"`{type(tokenizer).__name__}`"
+            )
+        size = max(vocab, len(tokenizer))
+        ends = sorted(stop_ids) or tokenizer.eos_token_id
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=ends
+        )
+
+    def json_object(self) -> Matcher:
+        """Any JSON object."""
+        return self.json_schema(_ANY_OBJECT)
+
+    def json_schema(self, schema: Mapping[str, Any] | bool) -> Matcher:
+        """JSON that follows a schema.
+
+        Raises:
+            RequestError: it is no schema, or has something that cannot be held to.
+        """
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+        except (TypeError, ValueError) as error:
+            raise _refused("JSON schema", str(error)) from error
+        return self._compile(grammar, "JSON schema")
+
+    def regex(self, pattern: str) -> Matcher:
+        """Text that a regular expression matches as a whole.
+
+        Raises:
+            RequestError: it is none, or has something that cannot be held to.
+        """
+        return self._compile(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
+
+    def lark(self, grammar: str) -> Matcher:
+        """Text of a context-free grammar in llguidance's form of Lark.
+
+        Raises:
+            RequestError: it is none, or has something that cannot be held to.
+        """
+        return self._compile(llguidance.LLMatcher.grammar_from_lark(grammar), "grammar")
+
+    def _compile(self, grammar: str, what: str) -> Matcher:
+        # A warning says that a keyword is not held to: that is an error here.
+        _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        if messages:
+            raise _refused(what, messages[0])
+        # log_level 0: nothing is written to stderr beside our own errors.
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            raise _refused(what, matcher.get_error())
+        return Matcher(matcher)
+
+
+def _refused(what: str, error: str) -> RequestError:
+    return RequestError(f"the {what} cannot be followed: {_reason(error)}")
+
+
+def _reason(error: str) -> str:
+    lines = error.strip().splitlines()
+    return lines[0] if lines else "no reason was given"

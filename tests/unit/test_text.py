@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from hotset.core.errors import CheckpointError, RequestError
 from hotset.core.request import SamplingParams
 from hotset.runtime.text import Detokenizer, Text
-from hotset.runtime.text_files import stop_ids
+from hotset.runtime.text_files import harmony_stop_ids, stop_ids
 from tiny import tiny_config
 from vocabulary import BYTE_VOCAB, SPECIALS, byte_ids, byte_tokenizer
 
@@ -139,6 +139,14 @@ def test_end_ids_of_the_text_part_count() -> None:
     config = tiny_config("qwen3_5_moe")
     config.text_config.eos_token_id = 6
     assert 6 in stop_ids(config, None, None)
+
+
+def test_harmony_ends_with_return_and_call_and_not_with_a_message() -> None:
+    """Whatever the generation config says; ids of gpt-oss, early files of which lack 200012."""
+    vocab = {"<|return|>": 200002, "<|call|>": 200012, "<|end|>": 200007}
+    assert harmony_stop_ids(vocab) == frozenset()
+    vocab |= {"<|channel|>": 200005, "<|message|>": 200008}
+    assert harmony_stop_ids(vocab) == {200002, 200012}
 
 
 def test_end_ids_that_are_no_ids_are_refused() -> None:

@@ -134,6 +134,13 @@ def _kept_bytes(layer: MoELayer) -> int:
     return sums + ROUTING_BYTES_PER_CHOICE * layer.top_k
 
 
+def _resident_note(geometry: ModelGeometry) -> str:
+    note = "all that is not a routed expert"
+    if geometry.dequantised_bytes:
+        note += f"; {format_bytes(geometry.dequantised_bytes)} of it quantised in the files"
+    return note
+
+
 def _triton_bytes(layer: MoELayer) -> tuple[int, int]:
     """Fixed, and per token of a block: `y` [K, H] in float32, `h` [K, I] in the model's dtype."""
     expert, size = layer.expert, DTYPE_BYTES[layer.expert.dtype]
@@ -225,7 +232,7 @@ class Charges:
 
     def _device(self, sizes: Sizes) -> Iterator[Line]:
         geometry, split = self.geometry, self.split
-        yield Line("resident weights", geometry.resident_bytes, "all that is not a routed expert")
+        yield Line("resident weights", geometry.resident_bytes, _resident_note(geometry))
         yield Line(
             "slots",
             split.num_bytes(sizes.num_slots),

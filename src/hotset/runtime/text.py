@@ -18,6 +18,7 @@ from hotset.core.errors import RequestError
 from hotset.core.request import SamplingParams
 from hotset.runtime.spelling import spelling
 from hotset.runtime.text_files import (
+    harmony_stop_ids,
     load_generation_config,
     load_tokenizer,
     sampling_defaults,
@@ -50,7 +51,8 @@ class Text:
         self._tokenizer.model_max_length = sys.maxsize
         generation = load_generation_config(folder)
         self._sampling_defaults = sampling_defaults(generation, folder)
-        self.stop_ids = stop_ids(config, generation, self._tokenizer.eos_token_id, folder)
+        ends = stop_ids(config, generation, self._tokenizer.eos_token_id, folder)
+        self.stop_ids = ends | harmony_stop_ids(self._tokenizer.get_added_vocab())
 
     def encode(self, prompt: str) -> list[int]:
         """Ids of a plain prompt, with the special tokens that the tokenizer adds by itself.

@@ -6,6 +6,7 @@ here both are refused, and the file is named.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,18 @@ def stop_ids(
                 )
         found.update(ids)
     return frozenset(found)
+
+
+def harmony_stop_ids(added_vocab: Mapping[str, int]) -> frozenset[int]:
+    """Ids that end a turn in the Harmony format, if the tokenizer speaks it.
+
+    `<|return|>` ends an answer and `<|call|>` hands over to a tool; early files of gpt-oss leave
+    the latter out of their generation config. `<|end|>` ends only one message of an answer.
+
+    Args:
+        added_vocab: special tokens and their ids.
+    """
+    ends = ("<|return|>", "<|call|>")
+    if not {"<|channel|>", "<|message|>", *ends} <= added_vocab.keys():
+        return frozenset()
+    return frozenset(added_vocab[name] for name in ends)

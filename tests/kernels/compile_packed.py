@@ -1,0 +1,90 @@
+"""Compiles the kernels of quantised experts for a GPU that need not be there; facts as JSON.
+
+Run as a program, outside the interpreter: `compile_packed.py 90` for sm_90. Like
+`compile_kernels`, whose tools it uses: what is compiled is what would run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from compile_kernels import SHARED_BYTES, AbsentGPU, Compiled
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from hotset.core.formats import MXFP4, NVFP4, WeightFormat, fp8, int4
+from hotset.core.geometry import ExpertSpec, Gate, GateForm
+from hotset.kernels import dequantise_records, device, grouping, moe_decode, moe_grouped
+
+# (format, H, I): of Qwen3-30B-A3B, gpt-oss, GLM-4.5-Air; and one that nothing divides
+CASES: dict[str, tuple[WeightFormat, int, int]] = {
+    "fp8": (fp8("bfloat16"), 2048, 768),
+    "nvfp4": (NVFP4, 2048, 768),
+    "mxfp4": (MXFP4, 2880, 2880),
+    "int4": (int4("bfloat16", group=128), 4096, 1408),
+    "int4 zeros": (int4("float16", group=32, has_zeros=True), 37, 21),
+}
+OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
+
+
+def spec_of(form: WeightFormat, hidden: int, inter: int) -> ExpertSpec:
+    return ExpertSpec.build(
+        hidden=hidden,
+        intermediate=inter,
+        gate=OAI,
+        has_bias=True,
+        dtype="bfloat16",
+        weights=form,
+    )
+
+
+def experts(num_tokens: int, spec: ExpertSpec, *, fill: bool) -> None:
+    x_TH = torch.empty(num_tokens, spec.hidden, dtype=torch.bfloat16)
+    ids_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
+    address_E = torch.zeros(128, dtype=torch.int64)
+    fill_E = address_E if fill else None
+    if num_tokens == 1:
+        moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
+    else:
+        blocks = grouping.group_tokens(ids_TK, 128)
+        moe_grouped.grouped(x_TH, ids_TK, address_E, spec, grouping=blocks, fill_E=fill_E)
+
+
+def whole_records(spec: ExpertSpec) -> None:
+    out_ND = torch.empty(4, spec.as_plain().record_bytes, dtype=torch.uint8)
+    dequantise_records.dequantise_records(torch.zeros(4, dtype=torch.int64), spec, out_ND)
+
+
+def main(capability: int) -> None:
+    compiled = Compiled()
+    driver.set_active(AbsentGPU(capability))
+    JITFunction.__getitem__ = lambda *bound: compiled.launcher(*bound)  # noqa: PLW0108
+    moe_grouped.shared_memory_bytes = lambda device: SHARED_BYTES[capability]
+    rows: list[dict[str, Any]] = []
+
+    def case(name: str, call: Any, *args: Any, **kwargs: Any) -> None:
+        call(*args, **kwargs)
+        extra = [
+            {
+                "flushes_subnormals": "ftz" in kernel.asm["ptx"],
+                "hardware_fp8": "e4m3" in kernel.asm["ptx"],
+            }
+            for _, kernel in compiled.kernels
+        ]
+        facts = compiled.facts(name)
+        rows.extend(fact | more for fact, more in zip(facts, extra, strict=True))
+
+    for name, shape in CASES.items():
+        spec = spec_of(*shape)
+        case(f"{name}, one token", experts, 1, spec, fill=True)
+    for name in ("fp8", "nvfp4"):
+        case(f"{name}, small batch", experts, 8, spec_of(*CASES[name]), fill=True)
+    case("int4 zeros, whole records", whole_records, spec_of(*CASES["int4 zeros"]))
+    json.dump({"interpreted": device.is_interpreted(device.round_to), "rows": rows}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(capability=int(sys.argv[1]))

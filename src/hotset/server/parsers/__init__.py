@@ -1,0 +1,1 @@
+"""What models write around an answer: reasoning, and calls of tools. One file for each syntax."""

@@ -1,0 +1,95 @@
+"""The interface of parsers, and what syntaxes share: typed values, checked calls.
+
+Knows text and the tools of a request; nothing of tokens, sockets or wire formats.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+# Tool name -> JSON schema of its parameters.
+Tools = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of one kind.
+
+    Attributes:
+        content, reasoning: text.
+        call_id: of the call that the piece belongs to.
+        name: of its tool, on its first piece only.
+        arguments: JSON text.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class Speech(Protocol):
+    """Sorts text into pieces as it comes; however the text is cut, the pieces join to the same."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Pieces that this text completes."""
+
+    def finish(self) -> list[Piece]:
+        """What was held back, at the end."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call as the model wrote it.
+
+    Attributes:
+        name: of the tool.
+        arguments: JSON text of an object.
+        call_id: the model's own, where its syntax has one.
+    """
+
+    name: str
+    arguments: str
+    call_id: str | None = None
+
+
+# Text between the marks of a call, and the tools -> its calls; ValueError where there are none.
+ReadCalls = Callable[[str, Tools], list[Call]]
+
+
+def make_call(name: str, arguments: object, call_id: str | None = None) -> Call:
+    """A call of arguments as objects.
+
+    Raises:
+        ValueError: no name, or the arguments are no object.
+    """
+    if isinstance(arguments, str):  # some models write the object as text once more
+        arguments = json.loads(arguments or "{}")
+    if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+        raise ValueError("not a call")
+    return Call(name, json.dumps(arguments, ensure_ascii=False), call_id)
+
+
+def typed(value: str, schema: Mapping[str, Any] | None) -> object:
+    """A value that was written without quotes, as its parameter's schema wants it.
+
+    Text where the schema wants text or says nothing; otherwise JSON, or text where it is none.
+    """
+    kind = (schema or {}).get("type", "string")
+    if kind == "string":
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def parameter(tools: Tools, tool: str, name: str) -> Mapping[str, Any] | None:
+    """Schema of a parameter, where it has one."""
+    properties = tools.get(tool, {}).get("properties", {})
+    schema = properties.get(name) if isinstance(properties, Mapping) else None
+    return schema if isinstance(schema, Mapping) else None

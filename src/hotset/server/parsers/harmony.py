@@ -1,0 +1,118 @@
+"""gpt-oss's Harmony: messages with a header that names channel and recipient.
+
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.NAME<|constrain|>json<|message|>{}<|call|>
+    <|start|>assistant<|channel|>final<|message|>content<|return|>
+
+Published by OpenAI (https://cookbook.openai.com/articles/openai-harmony). `<|call|>` and
+`<|return|>` are stop ids and mostly do not come as text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+
+from hotset.server.parsers.base import Piece, Tools, make_call
+
+_MARKS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|return|>",
+)
+_MARK = re.compile("|".join(re.escape(mark) for mark in _MARKS))
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_LONGEST = max(map(len, _MARKS))
+
+
+class HarmonyParser:
+    """A `Speech` of one answer, which begins after `<|start|>assistant`.
+
+    Args:
+        tools: of the request.
+    """
+
+    def __init__(self, *, tools: Tools) -> None:
+        self._tools = tools
+        self._text = ""
+        self._header: str | None = ""  # `None` within a message
+        self._channel = ""
+        self._call: str | None = None
+        self._body = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Speech`."""
+        self._text += text
+        pieces: list[Piece] = []
+        while (match := _MARK.search(self._text)) is not None:
+            self._take(self._text[: match.start()], pieces)
+            self._text = self._text[match.end() :]
+            self._pass(match[0], pieces)
+        held = self._held()
+        keep = len(self._text) - held
+        self._take(self._text[:keep], pieces)
+        self._text = self._text[keep:]
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `Speech`."""
+        pieces: list[Piece] = []
+        self._take(self._text, pieces)
+        self._text = ""
+        self._end_message(pieces)
+        return pieces
+
+    def _held(self) -> int:
+        """Length of an end that a mark may begin with."""
+        longest = min(len(self._text), _LONGEST - 1)
+        for n in range(longest, 0, -1):
+            if any(mark.startswith(self._text[-n:]) for mark in _MARKS):
+                return n
+        return 0
+
+    def _take(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
+        if self._header is not None:
+            self._header += text
+        elif self._call is not None:
+            self._body += text
+        elif self._channel == "analysis":
+            pieces.append(Piece(reasoning=text))
+        else:
+            pieces.append(Piece(content=text))
+
+    def _pass(self, mark: str, pieces: list[Piece]) -> None:
+        if mark == "<|message|>" and self._header is not None:
+            self._begin_message()
+        elif mark in ("<|end|>", "<|call|>", "<|return|>", "<|start|>"):
+            self._end_message(pieces)
+        elif self._header is not None:
+            self._header += mark
+
+    def _begin_message(self) -> None:
+        header = self._header or ""
+        recipient = _RECIPIENT.search(header)
+        name = recipient[1] if recipient else None
+        self._call = name if name in self._tools else None
+        after = header.rpartition("<|channel|>")[2]
+        self._channel = next(iter(after.split()), "final")
+        self._header, self._body = None, ""
+
+    def _end_message(self, pieces: list[Piece]) -> None:
+        name, body = self._call, self._body
+        self._header, self._call, self._body = "", None, ""
+        if name is None:
+            return
+        try:
+            call = make_call(name, json.loads(body or "{}"))
+        except (ValueError, TypeError):
+            pieces.append(Piece(content=body))
+            return
+        call_id = f"call_{secrets.token_hex(12)}"
+        pieces.append(Piece(call_id=call_id, name=call.name, arguments=call.arguments))

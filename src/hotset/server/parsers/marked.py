@@ -1,0 +1,154 @@
+"""Answers in which marks set reasoning and calls apart: nearly all families.
+
+A `Syntax` says which marks; this parser moves from one to the next. Text that may be the start of
+a mark is held back. A call is put out when its end is there and it is sound; one that is not comes
+out as the text that it is, and so does one of a tool that the request does not have.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+
+from hotset.server.parsers.base import Piece, ReadCalls, Tools
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """The marks of a family.
+
+    Attributes:
+        read_calls: reads what stands between `call_open` and `call_close`.
+        call_open: begins a call, or several.
+        call_close: ends it; empty where it ends with the answer.
+        think_open, think_close: around reasoning; empty where there is none.
+        dropped: marks that mean nothing here, such as those around all calls.
+    """
+
+    read_calls: ReadCalls
+    call_open: str
+    call_close: str
+    think_open: str = "<think>"
+    think_close: str = "</think>"
+    dropped: tuple[str, ...] = ()
+
+
+class _In(Enum):
+    CONTENT = "content"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+class MarkedParser:
+    """A `Speech` of one answer.
+
+    Args:
+        syntax: of the family.
+        tools: of the request; without any, calls are text.
+        in_reasoning: whether the prompt has opened the reasoning already.
+    """
+
+    def __init__(self, syntax: Syntax, *, tools: Tools, in_reasoning: bool = False) -> None:
+        self._syntax, self._tools = syntax, tools
+        self._in = _In.REASONING if in_reasoning else _In.CONTENT
+        self._text = ""  # not looked at yet
+        self._body = ""  # of the call that is open
+        self._space = ""  # white space that only counts if text follows
+        self._is_fresh = True  # nothing of this stretch was put out
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `Speech`."""
+        self._text += text
+        pieces: list[Piece] = []
+        while (found := self._next_mark()) is not None:
+            place, mark = found
+            self._take(self._text[:place], pieces)
+            self._text = self._text[place + len(mark) :]
+            self._pass(mark, pieces)
+        held = max((_overlap(self._text, mark) for mark in self._marks()), default=0)
+        keep = len(self._text) - held
+        self._take(self._text[:keep], pieces)
+        self._text = self._text[keep:]
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """See `Speech`."""
+        pieces: list[Piece] = []
+        self._take(self._text, pieces)
+        self._text = ""
+        if self._in is _In.CALL:
+            self._end_call("", pieces)
+        elif self._in is _In.CONTENT and self._space and not self._is_fresh:
+            pieces.append(Piece(content=self._space))
+        self._space = ""
+        return pieces
+
+    def _marks(self) -> tuple[str, ...]:
+        """What may come next."""
+        syntax = self._syntax
+        if self._in is _In.CALL:
+            return (syntax.call_close,) if syntax.call_close else ()
+        # Models open a call without closing their reasoning.
+        calls = (syntax.call_open, *syntax.dropped) if self._tools else ()
+        thinking = (syntax.think_open, syntax.think_close) if syntax.think_open else ()
+        return (*calls, *thinking)
+
+    def _next_mark(self) -> tuple[int, str] | None:
+        """The first whole mark, the longest among those at one place."""
+        found = [(self._text.find(mark), -len(mark), mark) for mark in self._marks()]
+        first = min((entry for entry in found if entry[0] >= 0), default=None)
+        return None if first is None else (first[0], first[2])
+
+    def _take(self, text: str, pieces: list[Piece]) -> None:
+        if not text:
+            return
+        if self._in is _In.CALL:
+            self._body += text
+            return
+        text = self._space + text
+        if self._is_fresh:
+            text = text.lstrip()
+        bare = text.rstrip()
+        self._space = text[len(bare) :]
+        if bare:
+            self._is_fresh = False
+            is_thought = self._in is _In.REASONING
+            pieces.append(Piece(reasoning=bare) if is_thought else Piece(content=bare))
+
+    def _pass(self, mark: str, pieces: list[Piece]) -> None:
+        syntax = self._syntax
+        if self._in is _In.CALL:
+            self._end_call(mark, pieces)
+        elif mark == syntax.call_open:
+            self._in, self._body = _In.CALL, ""
+        elif mark == syntax.think_open:
+            self._turn(_In.REASONING)
+        elif mark == syntax.think_close:
+            self._turn(_In.CONTENT)
+
+    def _turn(self, to: _In) -> None:
+        self._in, self._space, self._is_fresh = to, "", True
+
+    def _end_call(self, close: str, pieces: list[Piece]) -> None:
+        """Puts the call out, or its text."""
+        syntax, whole = self._syntax, close == self._syntax.call_close
+        try:
+            calls = syntax.read_calls(self._body, self._tools) if whole else []
+        except (ValueError, TypeError, KeyError, AttributeError):
+            calls = []
+        if calls and all(call.name in self._tools for call in calls):
+            self._turn(_In.CONTENT)
+            for call in calls:
+                call_id = call.call_id or f"call_{secrets.token_hex(12)}"
+                pieces.append(Piece(call_id=call_id, name=call.name, arguments=call.arguments))
+            return
+        text = self._space + syntax.call_open + self._body + close
+        self._in, self._space, self._is_fresh = _In.CONTENT, "", False
+        pieces.append(Piece(content=text))
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Length of the longest end of a text that a mark begins with."""
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,0 +1,102 @@
+"""Calls written as tags, with a tag for each parameter: Qwen3-Coder and Qwen3.5, MiniMax-M2, GLM.
+
+Values stand without quotes; what type they have is the schema's business.
+"""
+
+# ruff: noqa: RUF001 - DeepSeek's marks have wide bars
+
+from __future__ import annotations
+
+import re
+
+from hotset.server.parsers.base import Call, Tools, make_call, parameter, typed
+from hotset.server.parsers.marked import Syntax
+
+_QWEN_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
+_QWEN_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+_MINIMAX_CALL = re.compile(r'\s*<invoke name="?([^">]+)"?>(.*?)</invoke>\s*', re.DOTALL)
+_MINIMAX_PARAMETER = re.compile(r'\s*<parameter name="?([^">]+)"?>(.*?)</parameter>\s*', re.DOTALL)
+_DSML_CALL = re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>\s*', re.DOTALL)
+_DSML_PARAMETER = re.compile(
+    r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'
+    r"(.*?)</｜DSML｜parameter>\s*",
+    re.DOTALL,
+)
+_GLM_ARGUMENT = re.compile(
+    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
+)
+
+
+def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """Matches that together are all of a text.
+
+    Raises:
+        ValueError: something lies between them.
+    """
+    found, end = [], 0
+    while end < len(text):
+        match = pattern.match(text, end)
+        if match is None:
+            if text[end:].strip():
+                raise ValueError("not a call")
+            break
+        found.append(match)
+        end = match.end()
+    return found
+
+
+def _read(body: str, tools: Tools, call: re.Pattern[str], value: re.Pattern[str]) -> list[Call]:
+    calls = []
+    for match in _whole(call, body):
+        name = match[1]
+        arguments = {
+            # One newline on either side is layout, as the templates print it.
+            entry[1]: typed(_unwrapped(entry[2]), parameter(tools, name, entry[1]))
+            for entry in _whole(value, match[2])
+        }
+        calls.append(make_call(name, arguments))
+    return calls
+
+
+def _unwrapped(value: str) -> str:
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def read_qwen_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`."""
+    return _read(body, tools, _QWEN_CALL, _QWEN_PARAMETER)
+
+
+def read_minimax_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`."""
+    return _read(body, tools, _MINIMAX_CALL, _MINIMAX_PARAMETER)
+
+
+def read_dsml_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`. A parameter says itself whether it is text."""
+    calls = []
+    for match in _whole(_DSML_CALL, body):
+        arguments: dict[str, object] = {}
+        for name, is_text, value in (entry.groups() for entry in _whole(_DSML_PARAMETER, match[2])):
+            known = {"type": "string" if is_text == "true" else "any"} if is_text else None
+            arguments[name] = typed(value, known or parameter(tools, match[1], name))
+        calls.append(make_call(match[1], arguments))
+    return calls
+
+
+def read_glm_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`. The name stands before the first argument, on a line of its own or not."""
+    name, tag, rest = body.partition("<arg_key>")
+    name = name.strip()
+    arguments = {
+        entry[1].strip(): typed(entry[2], parameter(tools, name, entry[1].strip()))
+        for entry in _whole(_GLM_ARGUMENT, tag + rest)
+    }
+    return [make_call(name, arguments)]
+
+
+QWEN_XML = Syntax(read_qwen_calls, "<tool_call>", "</tool_call>")
+MINIMAX = Syntax(read_minimax_calls, "<minimax:tool_call>", "</minimax:tool_call>")
+GLM = Syntax(read_glm_calls, "<tool_call>", "</tool_call>")
+DEEPSEEK_V32 = Syntax(read_dsml_calls, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+DEEPSEEK_V4 = Syntax(read_dsml_calls, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")

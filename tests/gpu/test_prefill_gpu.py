@@ -1,4 +1,4 @@
-"""Prompts on a GPU: copies that overlap with kernels, records teed into slots, memory as planned."""
+"""Prompts on a GPU: copies that overlap with kernels, records teed into slots, planned memory."""
 
 from __future__ import annotations
 

@@ -160,6 +160,8 @@ def main(capability: int) -> None:
     case("group", grouping.group_in_one_program, ids_TK, 128, 16)
     y_TKH = torch.empty(4, 8, 2048)
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
+    sums = {"first": 16, "stop": 80, "out_TH": torch.empty(4, 2048)}
+    case("accumulate", combine.accumulate, y_TKH, ids_TK[:4], torch.empty(4, 8), **sums)
     few, many = layer_match(128, 8), layer_match(1024, 127)
     case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, matched=few)
     case("match", match.match, ids_TK[:1], few)

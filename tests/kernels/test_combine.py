@@ -76,3 +76,48 @@ def test_padding_contributes_nothing(kernels: Kernels) -> None:
         y_TKH[:, keep].contiguous(), weights_TK[:, keep].contiguous(), torch.bfloat16
     )
     assert torch.equal(got, want)
+
+
+def sorted_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
+    """Distinct ids of each token in ascending order; the first token is padding."""
+    source = torch.Generator().manual_seed(1)
+    ids_TK = torch.rand(num_tokens, num_experts, generator=source).argsort(dim=1)[:, :top_k]
+    ids_TK[0] = -1
+    return ids_TK.sort(dim=1).values.to(DEVICE)
+
+
+def added_up(
+    kernels: Kernels, edges: list[int], y_TKH: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """The sum over ranges of experts that end at `edges`; other rows of `y` are NaN meanwhile."""
+    ids_TK = sorted_ids(*weights_TK.shape, edges[-1])
+    out_TH = torch.zeros(len(y_TKH), y_TKH.shape[2], device=DEVICE)
+    for first, stop in zip([0, *edges[:-1]], edges, strict=True):
+        inside = ((ids_TK >= first) & (ids_TK < stop))[..., None]
+        kernels.accumulate(
+            torch.where(inside, y_TKH, torch.nan),
+            ids_TK,
+            weights_TK,
+            first=first,
+            stop=stop,
+            out_TH=out_TH,
+        )
+    return out_TH
+
+
+@BOTH
+@pytest.mark.parametrize(("num_tokens", "top_k", "hidden"), [(7, 8, 517), (13, 3, 37), (2, 1, 1)])
+def test_ranges_of_experts_are_no_part_of_a_sum(
+    kernels: Kernels, num_tokens: int, top_k: int, hidden: int
+) -> None:
+    y_TKH, weights_TK = make(num_tokens, top_k, hidden)
+    whole = added_up(kernels, [16], y_TKH, weights_TK)
+    for edges in ([1, 16], [5, 6, 11, 16], list(range(1, 17))):
+        assert torch.equal(added_up(kernels, edges, y_TKH, weights_TK), whole)
+    assert excess(whole[1:], y_TKH[1:], weights_TK[1:], torch.float32) <= 1
+    assert not whole[0].any(), "padding"
+    if top_k > 1:  # the controls: another order rounds otherwise, a missed range is far off
+        turned = added_up(kernels, [16], y_TKH.flip(1).contiguous(), weights_TK.flip(1))
+        assert not torch.equal(turned, whole)
+        assert excess(turned[1:], y_TKH[1:], weights_TK[1:], torch.float32) <= 1
+        assert not torch.equal(added_up(kernels, [0, 16], y_TKH, weights_TK * 2), whole)

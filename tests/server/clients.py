@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 from scripted import ScriptedScheduler, running
 
@@ -18,7 +19,7 @@ from hotset.runtime.text import Text
 from hotset.server.config import ServerConfig
 from hotset.server.run import Process
 from hotset.server.served import Served
-from hotset.server.state import Figures
+from hotset.server.state import Cells, Figures
 from vocabulary import BYTE_VOCAB, byte_ids
 
 NAME = "scripted"
@@ -50,8 +51,9 @@ class NoState:
     def plan(self) -> dict[str, Any]:
         return {"fits": True}
 
-    def heat(self) -> dict[str, Any]:
-        return {"steps": 3, "layers": [{"use": [4, 6], "missed": [3, 0], "resident": [0, 1]}]}
+    def cells(self) -> Cells:
+        use_LE, missed_LE = np.array([[4, 6]]), np.array([[3, 0]])
+        return Cells(np.array([2]), use_LE, missed_LE, np.array([[False, True]]))
 
 
 @dataclass

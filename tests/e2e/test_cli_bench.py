@@ -33,6 +33,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (("experts", "--tokens", "0"), "`--tokens` has 0, it must be whole numbers from 1 on"),
         (("experts", "--tokens", "1.5"), "`--tokens` has 1.5, it must be whole numbers from 1 on"),
         (("experts", "--tokens", "inf"), "`--tokens` has inf, it must be whole numbers from 1 on"),
+        (("experts", "--format", "int3"), "`--format int3` is not one of plain, fp8, int4, nvfp4"),
         (("experts", "--layers", "0"), "`--layers` is 0, the least is 1"),
         (("experts", "--rows", "none/rows.jsonl"), "`--rows none/rows.jsonl` cannot be written"),
         (("experts", "--rows", "."), "`--rows .` cannot be written: Is a directory"),
@@ -124,3 +125,10 @@ def test_prefill_beside_what_one_would_run_instead(run, tmp_path: Path) -> None:
 def test_prefill_refuses_more_slots_than_planned(run) -> None:
     done = run("bench", "prefill", "--tokens", "8", "--slots", "1", *TINY)
     assert done.code != 0 and "the plan has" in done.err
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_experts_of_a_format_are_measured(run, name: str) -> None:
+    done = run("bench", "experts", "--format", name, "--hits", "0.5", *TINY)
+    assert done.code == 0
+    assert f"tiny {name}, 1 token, 50% hits" in done.out

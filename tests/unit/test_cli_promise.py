@@ -39,7 +39,15 @@ FLAGS = {
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
-        *("--machine", "--shape", "--profile-from", "--sequences", "--slots", "--victims", "--wish-lag"),
+        *(
+            "--machine",
+            "--shape",
+            "--profile-from",
+            "--sequences",
+            "--slots",
+            "--victims",
+            "--wish-lag",
+        ),
     ],
     "hotset heat": ["--half-life", "--json", "--output", "--slots", "-o"],
     "hotset doctor": ["--device", "--fresh", "--json", "--machine", "--output", "-o"],
@@ -56,12 +64,12 @@ FLAGS = {
     "hotset quantize": ["--format", "--json", "--output", "--revision", "-o"],
     "hotset bench": [],
     "hotset bench experts": [
-        *("--device", "--hits", "--json", "--kernels", "--layers", "--match", "--no-match"),
-        *("--rows", "--shape", "--tokens"),
+        *("--device", "--format", "--hits", "--json", "--kernels", "--layers", "--match"),
+        *("--no-match", "--rows", "--shape", "--tokens"),
     ],
     "hotset bench decode": [
-        *("--cases", "--context", "--device", "--json", "--layers", "--most-context", "--rows"),
-        *("--shape", "--steps", "--vram"),
+        *("--cases", "--context", "--device", "--format", "--json", "--layers"),
+        *("--most-context", "--rows", "--shape", "--steps", "--vram"),
     ],
     "hotset bench prefill": [
         *("--device", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
@@ -69,7 +77,7 @@ FLAGS = {
         *("--tokens", "--vram"),
     ],
     "hotset bench generate": [
-        *("--context", "--device", "--json", "--kernels", "--layers", "--max-tokens"),
+        *("--context", "--device", "--format", "--json", "--kernels", "--layers", "--max-tokens"),
         *("--prefill-chunk", "--prompt-tokens", "--rows", "--shape", "--vram"),
     ],
 }

@@ -6,10 +6,14 @@ of its own, so that a wrong address or a stale slot shows in the logits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hotset.core.geometry import ModelGeometry
+from hotset.bench.random_records import fill_random
+from hotset.core.formats import PLAIN, WeightFormat
+from hotset.core.geometry import ExpertSpec, ModelGeometry
 from hotset.core.units import MIB
 from hotset.experts.store import ExpertStore
 from hotset.models.geometry import build_meta
@@ -30,15 +34,23 @@ class RandomWeights:
         config: the shape.
         dtype: compute dtype.
         seed: of all weights.
+        weights: format of the experts' weights.
     """
 
     text: Text | None = None
     stop_ids: frozenset[int] = frozenset()
 
-    def __init__(self, config: PretrainedConfig, *, dtype: str = "bfloat16", seed: int = 0):
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        *,
+        dtype: str = "bfloat16",
+        seed: int = 0,
+        weights: WeightFormat = PLAIN,
+    ) -> None:
         self._config = config
         self._seed = seed
-        self.geometry: ModelGeometry = build_meta(config, dtype).geometry
+        self.geometry: ModelGeometry = _in_format(build_meta(config, dtype).geometry, weights)
 
     def load_resident(self, device: torch.device) -> PreTrainedModel:
         """The stock model without experts, initialised by its own rules on `device`.
@@ -63,14 +75,31 @@ class RandomWeights:
     def fill_experts(self, store: ExpertStore, progress: Progress) -> None:
         """Fills the arena a few hundred MiB at a time, drawn on the store's device."""
         generator = torch.Generator(store.device).manual_seed(self._seed)
-        dtype = getattr(torch, self.geometry.dtype)
         done, total = 0, self.geometry.expert_bytes
         for index, layer in enumerate(store.layers):
-            per_group = max(1, _GROUP_BYTES // layer.expert.record_bytes)
+            record_bytes = layer.expert.record_bytes
+            per_group = max(1, _GROUP_BYTES // record_bytes)
             for first in range(0, layer.num_experts, per_group):
                 count = min(per_group, layer.num_experts - first)
-                target = store.arena.record(index, first, count).view(dtype)
-                values = torch.empty(target.numel(), dtype=dtype, device=store.device)
-                target.copy_(values.normal_(0.0, _STD, generator=generator))
-                done += target.numel() * target.element_size()
+                records = torch.zeros(count, record_bytes, dtype=torch.uint8, device=store.device)
+                fill_random(records, layer.expert, generator, std=_STD)
+                store.arena.record(index, first, count).copy_(records.flatten())
+                done += records.numel()
                 progress(done, total)
+
+
+def _in_format(geometry: ModelGeometry, weights: WeightFormat) -> ModelGeometry:
+    """The same model with the weights of its experts in a format."""
+    layers = []
+    for layer in geometry.layers:
+        plain = layer.expert
+        expert = ExpertSpec.build(
+            hidden=plain.hidden,
+            intermediate=plain.intermediate,
+            gate=plain.gate,
+            has_bias=plain.has_bias,
+            dtype=plain.dtype,
+            weights=weights,
+        )
+        layers.append(replace(layer, expert=expert))
+    return replace(geometry, layers=tuple(layers))

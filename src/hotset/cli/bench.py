@@ -24,6 +24,7 @@ from hotset.cli.progress import loading_bar
 from hotset.cli.simulate_plot import check_plot_path
 from hotset.core.config import MAX_TOKENS
 from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.formats import USUAL, WeightFormat
 from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ app = typer.Typer(no_args_is_help=True, help="Measure this machine, with random 
 
 Shape = Annotated[str, typer.Option(help="Published shape, e.g. `qwen3-30b-a3b`, or `tiny`.")]
 Layers = Annotated[int | None, typer.Option(help="Cut the depth to this many layers.")]
+Format = Annotated[
+    str, typer.Option("--format", help=f"Format of experts' weights: {', '.join(USUAL)}.")
+]
 Rows = Annotated[Path | None, typer.Option("--rows", help="Append the rows to this file.")]
 
 
@@ -40,6 +44,7 @@ Rows = Annotated[Path | None, typer.Option("--rows", help="Append the rows to th
 def experts(  # noqa: PLR0913 - one parameter for each flag
     *,
     shape: Shape = "qwen3-30b-a3b",
+    format_: Format = "plain",
     layers: Layers = None,
     device: Device = None,
     kernels: KernelsOption = None,
@@ -59,6 +64,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     Example: `hotset bench experts --shape qwen3-30b-a3b --hits 0,0.5,1 --tokens 1,8`
     """
     counts, shares = _counts(tokens, "--tokens"), _shares(hits, "--hits")
+    weights = _format(format_)
     check_count("--layers", layers)
     _check_writable(rows)
     from hotset.bench.experts import ExpertsCase, bench_experts, half
@@ -70,7 +76,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     from hotset.runtime.probe import choose_device
 
     where = choose_device(device)
-    source = RandomWeights(shape_config(shape, num_layers=layers))
+    source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
     moe = source.geometry.layers
     pools = SlotPools.build(
         num_experts=[layer.num_experts for layer in moe],
@@ -84,7 +90,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
             store,
             select_kernels(where, kernels),
             [ExpertsCase(hits=h, num_tokens=t, match=match) for t in counts for h in shares],
-            shape=shape,
+            shape=_case(shape, format_),
         )
         _report(found, rows, as_json=as_json)
 
@@ -93,6 +99,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
 def generate(  # noqa: PLR0913 - one parameter for each flag
     *,
     shape: Shape = "qwen3-30b-a3b",
+    format_: Format = "plain",
     layers: Layers = None,
     vram: Vram = None,
     device: Device = None,
@@ -116,6 +123,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         prefill_chunk=prefill_chunk,
         kernels=kernels,
     )
+    weights = _format(format_)
     check_count("--layers", layers)
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--max-tokens", max_tokens, least=2)  # speed counts from the second one on
@@ -124,13 +132,13 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
 
-    source = RandomWeights(shape_config(shape, num_layers=layers))
+    source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
     with loading_bar() as progress:
         found = list(
             bench_generate(
                 source,
                 config,
-                shape=shape,
+                shape=_case(shape, format_),
                 num_prompt=prompt_tokens,
                 num_tokens=max_tokens,
                 progress=progress,
@@ -211,6 +219,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     ],
     *,
     shape: Shape = "qwen3-30b-a3b",
+    format_: Format = "plain",
     layers: Layers = None,
     vram: Vram = None,
     device: Device = None,
@@ -234,6 +243,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     Example: `hotset bench decode moe-54m.npz --cases half-life:0.25,static:0.25,random:1`
     """
     wanted = _cases(cases)
+    weights = _format(format_)
     check_count("--layers", layers)
     _check_lengths(context=context, most_context=most_context, steps=steps)
     _check_writable(rows)
@@ -246,7 +256,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     from hotset.runtime.engine import Engine
 
     recorded = load_trace(trace)
-    source = RandomWeights(shape_config(shape, num_layers=layers))
+    source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
     replay = map_trace(recorded.select(parity="even"), source.geometry, num_tokens=steps + 64)
     others = map_trace(recorded.select(parity="odd"), source.geometry, num_tokens=steps + 64)
     chosen = [DecodeCase(share, policy) for policy, share in wanted]
@@ -258,7 +268,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
             engine,
             replay,
             others.counts(source.geometry),
-            shape=shape,
+            shape=_case(shape, format_),
             context=context,
             num_steps=steps,
         )
@@ -311,6 +321,17 @@ def _shares(text: str, flag: str) -> list[float]:
         if not 0 <= number <= 1:  # so that NaN fails too
             raise ConfigError(f"`{flag}` has a share of {number:g}, it must be in 0..1")
     return numbers
+
+
+def _format(name: str) -> WeightFormat:
+    if name not in USUAL:
+        raise ConfigError(f"`--format {name}` is not one of {', '.join(USUAL)}")
+    return USUAL[name]
+
+
+def _case(shape: str, format_: str) -> str:
+    """What rows call a model: its shape and, unless it is plain, its format."""
+    return shape if format_ == "plain" else f"{shape} {format_}"
 
 
 def _counts(text: str, flag: str) -> list[int]:

@@ -149,3 +149,13 @@ def int4(
         has_zeros=has_zeros,
         has_order=has_order,
     )
+
+
+# As most published checkpoints have them: what a benchmark means by a name.
+USUAL = {
+    "plain": PLAIN,
+    "fp8": fp8("bfloat16"),
+    "int4": int4("bfloat16", group=128),
+    "nvfp4": NVFP4,
+    "mxfp4": MXFP4,
+}

@@ -29,10 +29,11 @@ from vocabulary import save_words
 
 NUM_PROMPT, NUM_ANSWER = 24, 8
 
-ATTENTION = re.compile(r"\.self_attn\.\w+_proj\.weight$")
+# Linear layers besides: attention, shared experts, dense layers.
+OTHERS = re.compile(r"\.(self_attn|shared_experts?|mlp)\.\w+_proj\.weight$")
 
-# Model type, dialect of its experts, and of its attention. The layouts that each is published in,
-# and over all of them every format.
+# Model type, dialect of its experts, and of its other linear layers. The layouts that each is
+# published in, and over all of them every format.
 FAMILIES = [
     ("glm4_moe", "int4", None),
     ("glm5_next", "nvfp4, ModelOpt", None),
@@ -42,6 +43,7 @@ FAMILIES = [
     ("minimax_m2", "fp8 blocks", "fp8 blocks"),
     ("mixtral", "awq", "awq"),
     ("olmoe", "gptq, activation order", None),
+    ("deepseek_v4", "mxfp4, DeepSeek", None),
     ("qwen3_moe", "nvfp4, compressed-tensors", "fp8 rows"),
     ("gemma4", "nvfp4, ModelOpt", None),  # whose library class has one tensor of all experts
 ]
@@ -54,7 +56,7 @@ def both(model_type: str, folder: Path, experts: Dialect, attention: Dialect | N
     def dialect_of(name: str) -> Dialect | None:
         if EXPERT.search(name):
             return experts
-        return attention if ATTENTION.search(name) else None
+        return attention if OTHERS.search(name) else None
 
     config = dict(experts.config)
     if config["quant_method"] == "compressed-tensors":

@@ -14,6 +14,7 @@ from checkpoints import rewrite
 from hotset.core.errors import CheckpointError
 from hotset.models.describe import describe
 from hotset.models.geometry import read_config
+from quantised import DIALECTS
 from tiny import save_tiny, tiny_config
 
 
@@ -60,6 +61,30 @@ def test_a_config_alone_is_described_and_said_to_be_unchecked(folder: Path) -> N
     assert describe(str(folder)).weights_checked
     (folder / "model.safetensors").unlink()
     assert not describe(str(folder)).weights_checked
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "group"),
+    [
+        (DIALECTS["int4"].config, "int4", 16),
+        (DIALECTS["awq"].config, "int4", 16),
+        (DIALECTS["gptq"].config, "int4", 16),
+        (DIALECTS["nvfp4, ModelOpt"].config, "nvfp4", 16),
+        (DIALECTS["fp8 blocks"].config, "fp8", 128),
+        (DIALECTS["mxfp4, DeepSeek"].config, "mxfp4", 32),
+        ({"quant_method": "mxfp4"}, "mxfp4", 32),
+    ],
+)
+def test_without_weights_the_config_tells_the_format(
+    folder: Path, config: dict[str, object], name: str, group: int
+) -> None:
+    plain = describe(str(folder)).geometry
+    set_config(folder, quantization_config=config)
+    (folder / "model.safetensors").unlink()
+    geometry = describe(str(folder)).geometry
+    expert = geometry.layers[0].expert
+    assert (expert.up_format.name, expert.up_format.scale_columns) == (name, group)
+    assert geometry.expert_bytes < plain.expert_bytes
 
 
 def _truncate(folder: Path) -> None:

@@ -18,7 +18,7 @@ from hotset.checkpoint.quantised import Declared
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
 from hotset.kernels.dequantise import dequantise_matrix
-from quantised import DIALECTS, Dialect, Group, pairs, words
+from quantised import DIALECTS, Dialect, Group, compressed_int4, pairs, words
 
 ROWS, COLUMNS = 40, 56  # whole words of eight, and no multiple of any group or block
 
@@ -122,7 +122,8 @@ def test_an_unknown_companion_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "fp8 blocks", "nvfp4, ModelOpt", "mxfp4, DeepSeek"])
 def test_a_config_that_says_otherwise_is_refused(name: str, tmp_path: Path) -> None:
-    group, _ = make(DIALECTS[name])
+    # Groups that the shapes alone tell: this config does not speak of INT4's.
+    group, _ = make(compressed_int4(size=8) if name == "int4" else DIALECTS[name])
     with pytest.raises(CheckpointError, match=r"and `.*config\.json` says `awq`"):
         save(tmp_path, group, DIALECTS["awq"].config).fold()
 
@@ -213,6 +214,12 @@ def test_other_widths_are_refused(tmp_path: Path) -> None:
     config = {**DIALECTS["int4"].config, "config_groups": {"g": {"weights": weights}}}
     with pytest.raises(CheckpointError, match="packed with 8 bits a value"):
         save(tmp_path, group, config).fold()
+
+
+def test_groups_that_no_record_holds_are_refused(tmp_path: Path) -> None:
+    group, _ = make(compressed_int4(size=14))
+    with pytest.raises(CheckpointError, match="has 4 scales for rows of 56 values"):
+        save(tmp_path, group, compressed_int4(size=14).config).fold()
 
 
 def test_a_weight_in_two_forms_is_refused(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ def _companions(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> Fields:
 
 def _column_order(reader: ShardReader, entry: PackedEntry) -> torch.Tensor:
     """In which order the columns of a matrix lie, [K]."""
-    return _companions(entry, read_packed(reader, entry))["_order"].long()
+    codes = max(entry.parts, key=lambda suffix: entry.parts[suffix].nbytes)
+    return _companions(entry, read_packed(reader, entry, without=codes))["_order"].long()
 
 
 def _place_order(

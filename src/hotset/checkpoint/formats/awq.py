@@ -13,7 +13,15 @@ from typing import Self
 
 import torch
 
-from hotset.checkpoint.formats.base import Group, MatrixFormat, Naming, Tensors, expect, group_size
+from hotset.checkpoint.formats.base import (
+    Group,
+    MatrixFormat,
+    Naming,
+    Tensors,
+    declared_group,
+    expect,
+    group_size,
+)
 from hotset.checkpoint.formats.bits import bytes_of_nibbles, nibbles_of_words
 from hotset.checkpoint.formats.gptq import require_four_bits
 from hotset.checkpoint.formats.int4 import SCALE_DTYPES, SYMMETRIC_ZERO
@@ -62,8 +70,8 @@ class Awq(MatrixFormat):
 
     @classmethod
     def declared_weights(cls, declared: Declared) -> WeightFormat | None:
-        size = declared.number("group_size", "q_group_size") or -1
-        return int4("float16", group=size if size > 0 else None, has_zeros=True)
+        group = declared_group(declared.number("group_size", "q_group_size"))
+        return int4("float16", group=group, has_zeros=True)
 
     @property
     def weights(self) -> WeightFormat:

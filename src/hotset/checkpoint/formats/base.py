@@ -25,6 +25,9 @@ from hotset.core.formats import WeightFormat
 Group = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]
 
+# Scales are kept for whole 32-bit words of codes.
+GROUP_MULTIPLE = 8
+
 
 @dataclass(frozen=True)
 class Naming:
@@ -189,12 +192,29 @@ def group_size(scales: TensorEntry, *, columns: int, groups: int, declared: Iter
     if not sizes and groups and columns % groups == 0:
         sizes = [columns // groups]
     for size in sizes:
-        if -(-columns // size) == groups:
+        if -(-columns // size) == groups and (size == columns or size % GROUP_MULTIPLE == 0):
             return size
     said = f"by groups of {' or '.join(map(str, sizes))}" if sizes else "by equal groups"
     raise CheckpointError(
-        f"{located(scales)} has {groups} scales for rows of {columns} values, which is not {said}"
+        f"{located(scales)} has {groups} scales for rows of {columns} values, which is not {said}",
+        hint=f"groups must be multiples of {GROUP_MULTIPLE} values, or whole rows",
     )
+
+
+def declared_group(size: object) -> int | None:
+    """A group size as a config says it; `None` for whole rows.
+
+    Raises:
+        CheckpointError: no record could hold it.
+    """
+    if not isinstance(size, int) or size < 1:
+        return None
+    if size % GROUP_MULTIPLE:
+        raise CheckpointError(
+            f"`quantization_config` speaks of groups of {size} values, hotset reads multiples of "
+            f"{GROUP_MULTIPLE}"
+        )
+    return size
 
 
 def one_byte(scales: torch.Tensor) -> torch.Tensor:

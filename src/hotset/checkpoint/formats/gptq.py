@@ -15,7 +15,15 @@ from typing import Self
 
 import torch
 
-from hotset.checkpoint.formats.base import Group, MatrixFormat, Naming, Tensors, expect, group_size
+from hotset.checkpoint.formats.base import (
+    Group,
+    MatrixFormat,
+    Naming,
+    Tensors,
+    declared_group,
+    expect,
+    group_size,
+)
 from hotset.checkpoint.formats.bits import bytes_of_nibbles, nibbles_of_words
 from hotset.checkpoint.formats.int4 import SCALE_DTYPES, SYMMETRIC_ZERO, column_order
 from hotset.checkpoint.quantised import Declared
@@ -74,10 +82,9 @@ class Gptq(MatrixFormat):
 
     @classmethod
     def declared_weights(cls, declared: Declared) -> WeightFormat | None:
-        size = declared.number("group_size") or -1
         return int4(
             "float16",
-            group=size if size > 0 else None,
+            group=declared_group(declared.number("group_size")),
             has_zeros=not declared.flag("sym", default=True),
             has_order=declared.flag("desc_act", default=False),
         )

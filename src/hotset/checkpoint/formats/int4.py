@@ -19,6 +19,7 @@ from hotset.checkpoint.formats.base import (
     MatrixFormat,
     Naming,
     Tensors,
+    declared_group,
     expect,
     group_size,
     located,
@@ -84,7 +85,7 @@ class Int4(MatrixFormat):
             if weights.get("num_bits") == 4 and weights.get("type") == "int":
                 symmetric = weights.get("symmetric") is not False
                 ordered = weights.get("actorder") == "group"
-                group = weights.get("group_size")
+                group = declared_group(weights.get("group_size"))
                 return int4("bfloat16", group=group, has_zeros=not symmetric, has_order=ordered)
         return None
 

@@ -130,6 +130,9 @@ def _stock_fits(source: CheckpointWeights) -> bool:
 
     geometry = source.geometry
     element = {"float32": 4, "bfloat16": 2, "float16": 2}[geometry.dtype]
-    in_fp32 = (geometry.resident_bytes + geometry.expert_bytes) * 4 // element
+    plain = sum(
+        layer.num_experts * layer.expert.as_plain().record_bytes for layer in geometry.layers
+    )
+    in_fp32 = (geometry.resident_bytes + plain) * 4 // element
     ours = geometry.expert_bytes * 2 + geometry.resident_bytes
     return in_fp32 + ours + GIB < HostMemory.read().available_bytes

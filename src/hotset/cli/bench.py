@@ -243,7 +243,6 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     Example: `hotset bench decode moe-54m.npz --cases half-life:0.25,static:0.25,random:1`
     """
     wanted = _cases(cases)
-    weights = _format(format_)
     check_count("--layers", layers)
     _check_lengths(context=context, most_context=most_context, steps=steps)
     _check_writable(rows)
@@ -256,7 +255,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     from hotset.runtime.engine import Engine
 
     recorded = load_trace(trace)
-    source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
+    source = RandomWeights(shape_config(shape, num_layers=layers), weights=_format(format_))
     replay = map_trace(recorded.select(parity="even"), source.geometry, num_tokens=steps + 64)
     others = map_trace(recorded.select(parity="odd"), source.geometry, num_tokens=steps + 64)
     chosen = [DecodeCase(share, policy) for policy, share in wanted]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from hotset.core.errors import RequestError
 from hotset.core.request import SamplingParams
+from hotset.runtime.grammar import GrammarCompiler
 from hotset.runtime.spelling import spelling
 from hotset.runtime.text_files import (
     harmony_stop_ids,
@@ -52,6 +53,7 @@ class Text:
         generation = load_generation_config(folder)
         self._sampling_defaults = sampling_defaults(generation, folder)
         ends = stop_ids(config, generation, self._tokenizer.eos_token_id, folder)
+        self._vocab: int = config.get_text_config().vocab_size
         self.stop_ids = ends | harmony_stop_ids(self._tokenizer.get_added_vocab())
 
     def encode(self, prompt: str) -> list[int]:
@@ -100,10 +102,21 @@ class Text:
         """Spells one id: the bytes that it stands for, special tokens by their names."""
         return spelling(self._tokenizer)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids, special tokens left out."""
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Makes what structured answers have to follow.
+
+        Raises:
+            RequestError: the tokenizer is of a kind that cannot be looked into.
+        """
+        return GrammarCompiler(self._tokenizer, stop_ids=self.stop_ids, vocab=self._vocab)
+
+    def decode(self, ids: Iterable[int], *, keep_special: bool = False) -> str:
+        """Text of ids, special tokens left out or by their names."""
         text: str = self._tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(ids),
+            skip_special_tokens=not keep_special,
+            clean_up_tokenization_spaces=False,
         )
         return text
 
@@ -140,11 +153,12 @@ class Detokenizer:
     """Turns ids into text as they come; the pieces together equal `decode` of all ids.
 
     A character that is split over tokens is held back until it is whole. A byte that belongs to no
-    character is put out, as U+FFFD, with the next character that is whole.
+    character is put out, as U+FFFD, with the next character that is whole. With `keep_special`,
+    special tokens come by their names.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, text: Text, *, keep_special: bool = False) -> None:
+        self._decode = partial(text.decode, keep_special=True) if keep_special else text.decode
         self._ids: list[int] = []
         # Where text was put out, so where a character ends; decoding starts at the first of them
         # and goes on from the last. A byte decoder makes nothing of half a character.
@@ -169,5 +183,5 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         start, read = self._ends[0], self._ends[-1]
-        before = self._text.decode(self._ids[start:read])
-        return self._text.decode(self._ids[start:])[len(before) :]
+        before = self._decode(self._ids[start:read])
+        return self._decode(self._ids[start:])[len(before) :]

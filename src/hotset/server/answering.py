@@ -16,13 +16,14 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from hotset.core.errors import HotsetError, QueueFullError
+from hotset.core.request import TokenMatcher
 from hotset.runtime.requests import Request
 from hotset.server.answers import Answers, Choice
 from hotset.server.ask import Ask, Usage, Whole
 from hotset.server.errors import ANTHROPIC_PATHS, HttpError, Problem, problem_of
 from hotset.server.prompts import Prompts
 from hotset.server.served import Served
-from hotset.server.speech import AnswerText, make_speech
+from hotset.server.speech import AnswerText, Plain, make_speech
 from hotset.server.sse import EventStream, event
 from hotset.server.status import unknown_model
 from hotset.server.tokens import Spelling
@@ -121,7 +122,7 @@ class Answering:
                 for number in range(ask.num_choices):
                     answers.add(
                         self._another(ask, request, number),
-                        self._choice(ask, index),
+                        self._choice(ask, request, index),
                         counted=number == 0,
                     )
                     index += 1
@@ -130,8 +131,10 @@ class Answering:
             wait = self._loop.retry_after_seconds
             problem = Problem(429, error.message, code="queue_full", retry_after_seconds=wait)
             raise HttpError(problem) from error
-        except HotsetError:
+        except HotsetError as error:
             answers.close()
+            if self._loop.draining:  # it has begun since
+                raise HttpError(_ENDING) from error
             raise
         return answers
 
@@ -143,22 +146,33 @@ class Answering:
             max_tokens=ask.max_tokens,
             sampling=sampling,
             stop_ids=frozenset() if ask.ignore_eos else self._served.stop_ids,
+            matcher=self._matcher(ask),
         )
         return ask, request
 
+    def _matcher(self, ask: Ask) -> TokenMatcher | None:
+        """What one answer has to follow."""
+        return None if ask.schema is None else self._served.text.grammars.json_schema(ask.schema)
+
     def _another(self, ask: Ask, request: Request, number: int) -> Request:
-        """The request of a choice: a seed gives each choice one of its own."""
+        """The request of a choice: what it has to follow, and a seed gives each one of its own."""
+        if number == 0:
+            return request
+        request = replace(request, matcher=self._matcher(ask))
         seed = request.sampling.seed
-        if number == 0 or seed is None:
+        if seed is None:
             return request
         sampling = replace(request.sampling, seed=(seed + number) % 2**63)
         return replace(request, sampling=sampling)
 
-    def _choice(self, ask: Ask, index: int) -> Choice:
+    def _choice(self, ask: Ask, request: Request, index: int) -> Choice:
+        speech = make_speech(self._served.text, ask, request.prompt_ids)
         return Choice(
             index,
-            text=AnswerText(self._served.text, ask.stop),
-            speech=make_speech(self._served.text, ask),
+            text=AnswerText(
+                self._served.text, ask.stop, keep_special=not isinstance(speech, Plain)
+            ),
+            speech=speech,
             stop_ids=frozenset() if ask.ignore_eos else self._served.stop_ids,
             with_logprobs=ask.sampling.get("logprobs") is not None,
             parallel_calls=ask.parallel_calls,

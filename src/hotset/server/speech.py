@@ -6,40 +6,17 @@ Joins the text side of the runtime with the parsers; both know nothing of each o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from hotset.core.errors import RequestError
 from hotset.runtime.text import Detokenizer, Text
 from hotset.server.ask import Ask
+from hotset.server.parsers.base import Piece, Speech
+from hotset.server.parsers.registry import make_parser
 
+__all__ = ["AnswerText", "Piece", "Plain", "Speech", "make_speech"]
 
-@dataclass(frozen=True)
-class Piece:
-    """A piece of one kind.
-
-    Attributes:
-        content, reasoning: text.
-        call_id: of the call that the piece belongs to.
-        name: of its tool, on its first piece only.
-        arguments: JSON text.
-    """
-
-    content: str = ""
-    reasoning: str = ""
-    call_id: str | None = None
-    name: str | None = None
-    arguments: str = ""
-
-
-class Speech(Protocol):
-    """Sorts text into pieces as it comes."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """Pieces that this text completes."""
-
-    def finish(self) -> list[Piece]:
-        """What was held back, at the end."""
+# Tokens at the end of a prompt that may open the reasoning.
+_PROMPT_END = 8
 
 
 class AnswerText:
@@ -48,13 +25,14 @@ class AnswerText:
     Args:
         text: makes text of ids.
         stops: strings, none empty.
+        keep_special: special tokens come by their names.
 
     Attributes:
         stopped_by: the string that ended it; no more text comes then.
     """
 
-    def __init__(self, text: Text, stops: Sequence[str]) -> None:
-        self._stream = Detokenizer(text)
+    def __init__(self, text: Text, stops: Sequence[str], *, keep_special: bool = False) -> None:
+        self._stream = Detokenizer(text, keep_special=keep_special)
         self._stops = tuple(stops)
         self._held = ""
         self.stopped_by: str | None = None
@@ -95,6 +73,8 @@ def _overlap(text: str, stop: str) -> int:
 class Plain:
     """Everything is content."""
 
+    begins_apart = False
+
     def feed(self, text: str) -> list[Piece]:
         """See `Speech`."""
         return [Piece(content=text)]
@@ -104,14 +84,46 @@ class Plain:
         return []
 
 
-def make_speech(text: Text, ask: Ask) -> Speech:
+def make_speech(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> Speech:
     """What sorts the answers to a request.
 
+    Args:
+        text: of the model.
+        ask: the request.
+        prompt_ids: its prompt, which may have opened the reasoning already.
+
     Raises:
-        RequestError: tools or a schema, which are not supported yet.
+        RequestError: tools of a model whose calls are not understood, or a schema where the answer
+            does not begin with what it is about.
     """
-    if ask.tools and ask.tool_choice != "none":
-        raise RequestError("`tools` are not supported yet", option="tools")
+    if ask.messages is None:
+        return Plain()
+    wanted = ask.tools if ask.tool_choice != "none" else ()
+    prompt = text.decode(prompt_ids[-_PROMPT_END:], keep_special=True)
+    tools = {tool.name: tool.parameters for tool in wanted}
+    parser = make_parser(text.chat_template, tools=tools, prompt=prompt)
     if ask.schema is not None:
-        raise RequestError("structured answers are not supported yet", option="response_format")
-    return Plain()
+        _check_schema(parser, is_called=bool(wanted))
+        return Plain()
+    if wanted and parser is None:
+        raise RequestError("how this model calls `tools` is not known", option="tools")
+    if wanted and ask.tool_choice != "auto":
+        raise RequestError(
+            f"`tool_choice` is `{ask.tool_choice}`, only `auto` and `none` are supported",
+            option="tool_choice",
+        )
+    return parser or Plain()
+
+
+def _check_schema(parser: Speech | None, *, is_called: bool) -> None:
+    """The schema holds from the first token on, so nothing may come before the answer."""
+    if is_called:
+        raise RequestError(
+            "`response_format` cannot be combined with `tools`", option="response_format"
+        )
+    if parser is not None and parser.begins_apart:
+        raise RequestError(
+            "this model's answer begins with reasoning, which `response_format` does not allow",
+            hint="turn it off, with `chat_template_kwargs` such as `{'enable_thinking': false}`",
+            option="response_format",
+        )

@@ -35,6 +35,10 @@ class Piece:
 class Speech(Protocol):
     """Sorts text into pieces as it comes; however the text is cut, the pieces join to the same."""
 
+    @property
+    def begins_apart(self) -> bool:
+        """Whether an answer does not begin with its content, but with reasoning or a header."""
+
     def feed(self, text: str) -> list[Piece]:
         """Pieces that this text completes."""
 

@@ -37,6 +37,8 @@ class HarmonyParser:
         tools: of the request.
     """
 
+    begins_apart = True
+
     def __init__(self, *, tools: Tools) -> None:
         self._tools = tools
         self._text = ""

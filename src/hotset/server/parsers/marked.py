@@ -51,6 +51,7 @@ class MarkedParser:
 
     def __init__(self, syntax: Syntax, *, tools: Tools, in_reasoning: bool = False) -> None:
         self._syntax, self._tools = syntax, tools
+        self.begins_apart = in_reasoning
         self._in = _In.REASONING if in_reasoning else _In.CONTENT
         self._text = ""  # not looked at yet
         self._body = ""  # of the call that is open

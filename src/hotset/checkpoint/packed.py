@@ -38,7 +38,7 @@ _MOST_SINGLE = 2.0**14
 _LEAST_TYPICAL = 2.0**-100
 
 # Scales of a matrix that are looked at; the whole of it would take as long as reading it.
-_NUM_SAMPLED = 4096
+_NUM_SAMPLED = 512
 
 
 @dataclass(frozen=True, slots=True)

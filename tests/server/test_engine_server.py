@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import pytest
@@ -79,6 +82,50 @@ def test_streams_at_once_equal_streams_one_by_one(pocket: Pocket) -> None:
     alone, together = asyncio.run(both())
     assert alone == together
     assert len(set(alone)) > len(PROMPTS) // 2, "the prompts do not lead to the same answer"
+
+
+PLACE: Any = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Köln"]}, "size": {"enum": [1, 2]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_that_follow_a_schema(pocket: Pocket) -> None:
+    """Each API's own way to ask for it; whatever the model would rather say."""
+    messages: Any = [{"role": "user", "content": "A city"}]
+    client = openai.OpenAI(base_url=f"{pocket.url}/v1", api_key="none", timeout=60)
+    form: Any = {"name": "place", "schema": PLACE}
+    chat = client.chat.completions.create(
+        model="pocket",
+        messages=messages,
+        response_format={"type": "json_schema", "json_schema": form},
+    )
+    response = client.responses.create(
+        model="pocket",
+        input=messages,
+        text={"format": {"type": "json_schema", **form}},
+    )
+    other = anthropic.Anthropic(base_url=pocket.url, api_key="none", timeout=60)
+    message = other.messages.create(
+        model="pocket",
+        messages=messages,
+        max_tokens=50,
+        output_config={"format": {"type": "json_schema", "schema": PLACE}},
+    )
+    (block,) = message.content
+    assert block.type == "text" and chat.choices[0].finish_reason == "stop"
+    for text in (chat.choices[0].message.content, response.output_text, block.text):
+        place = json.loads(text or "")
+        assert place["city"] in ("Bonn", "Köln") and place["size"] in (1, 2)
+    with pytest.raises(openai.BadRequestError, match="schema"):
+        wrong: Any = {"name": "x", "schema": {"type": "wizard"}}
+        client.chat.completions.create(
+            model="pocket",
+            messages=messages,
+            response_format={"type": "json_schema", "json_schema": wrong},
+        )
 
 
 def test_figures_of_the_engine(pocket: Pocket) -> None:

@@ -34,7 +34,7 @@ FLAGS = {
         *("--allowed-host", "--api-key", "--compiled", "--cors-origin", "--graphs", "--half-life"),
         *("--host", "--json", "--kernels", "--max-waiting", "--no-compiled", "--no-graphs"),
         *("--no-prefix-reuse", "--no-strict", "--policy", "--port", "--prefill-share"),
-        *("--prefix-reuse", "--served-name", "--strict"),
+        *("--prefix-reuse", "--profile", "--record", "--served-name", "--strict"),
     ],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [

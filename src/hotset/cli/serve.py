@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ from hotset.cli.options import (
     PrefillChunk,
     PrefillShare,
     PrefixReuse,
+    ProfileOption,
     Ram,
     Revision,
     Strict,
@@ -100,6 +102,11 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     strict: Strict = False,
     policy: PolicyOption = None,
     half_life: HalfLifeOption = None,
+    profile: ProfileOption = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="Record which experts are used, no text, into a trace file."),
+    ] = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
     as_json: Json = False,
@@ -124,6 +131,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         strict=strict,
         policy=policy,
         half_life=half_life,
+        profile=profile,
         graphs=graphs,
         compiled=compiled,
         max_batch=max_batch,
@@ -146,7 +154,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         )
         bound = bind(server_settings)
     with bound:
-        _serve(engine_settings, server_settings, bound, as_json=as_json)
+        _serve(engine_settings, server_settings, bound, record=record, as_json=as_json)
 
 
 def _serve(
@@ -154,9 +162,11 @@ def _serve(
     server_settings: ServerConfig,
     bound: socket.socket,
     *,
+    record: Path | None,
     as_json: bool,
 ) -> None:
     from hotset.runtime.engine import Engine
+    from hotset.runtime.profiling import record_engine
     from hotset.runtime.weights import CheckpointWeights
     from hotset.server.run import serve as run
     from hotset.server.served import Served
@@ -177,7 +187,11 @@ def _serve(
     source = CheckpointWeights(config.model, dtype=config.dtype, revision=config.revision)
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
-    with engine, engine.scheduling(max_waiting=server_settings.max_waiting) as scheduler:
+    with (
+        engine,
+        nullcontext() if record is None else record_engine(engine, record),
+        engine.scheduling(max_waiting=server_settings.max_waiting) as scheduler,
+    ):
         served = Served.of_engine(engine, scheduler, server_settings.names)
         run(served, server_settings, bound, ready=ready)
 

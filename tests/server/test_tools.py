@@ -1,0 +1,140 @@
+"""Calls of tools and reasoning through both clients, whole and streamed; the model is scripted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from clients import NAME, Scripted
+
+MESSAGES: Any = [{"role": "user", "content": "Weather in Bonn and Köln?"}]
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+CALLS = (
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+)
+SAID = f"<think>Two cities.</think>Let me look.\n{CALLS}"
+CITIES = [{"city": "Bonn"}, {"city": "Köln"}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_chat(server: Scripted, stream: bool) -> None:
+    """SV-15: each byte is a token, so every mark comes in pieces."""
+    server.say(SAID)
+    client = server.openai().chat.completions
+    options: Any = {"model": NAME, "messages": MESSAGES, "tools": TOOLS}
+    if stream:
+        content, reasoning, calls, reason = "", "", {}, None
+        for chunk in client.create(**options, stream=True):
+            (choice,) = chunk.choices
+            content += choice.delta.content or ""
+            reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                known = calls.setdefault(call.index, {"id": call.id, "name": "", "arguments": ""})
+                known["name"] += call.function.name or ""
+                known["arguments"] += call.function.arguments or ""
+            reason = choice.finish_reason or reason
+        made = [(call["id"], call["name"], call["arguments"]) for call in calls.values()]
+    else:
+        (choice,) = client.create(**options).choices
+        content, reason = choice.message.content or "", choice.finish_reason
+        reasoning = choice.message.reasoning_content
+        found = choice.message.tool_calls or []
+        made = [(call.id, call.function.name, call.function.arguments) for call in found]
+    assert (content.strip(), reasoning, reason) == ("Let me look.", "Two cities.", "tool_calls")
+    assert [(name, json.loads(text)) for _, name, text in made] == [
+        ("weather", city) for city in CITIES
+    ]
+    assert len({call_id for call_id, _, _ in made}) == 2
+
+
+def test_one_call_where_no_more_are_wanted(server: Scripted) -> None:
+    server.say(SAID)
+    (choice,) = (
+        server.openai()
+        .chat.completions.create(
+            model=NAME, messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False
+        )
+        .choices
+    )
+    assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
+    assert choice.finish_reason == "tool_calls"
+    server.ended()
+
+
+def test_no_tools_no_calls(server: Scripted) -> None:
+    """What looks like a call is text when nothing may be called."""
+    server.say(CALLS)
+    for extra in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        done = server.openai().chat.completions.create(model=NAME, messages=MESSAGES, **extra)  # type: ignore[call-overload]
+        assert done.choices[0].message.tool_calls is None
+        assert "Bonn" in done.choices[0].message.content
+        assert done.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_message(server: Scripted, stream: bool) -> None:
+    server.say(SAID)
+    options: Any = {
+        "model": NAME,
+        "messages": MESSAGES,
+        "max_tokens": 2000,
+        "tools": [{"name": "weather", "input_schema": SCHEMA}],
+    }
+    client = server.anthropic().messages
+    if stream:
+        with client.stream(**options) as events:
+            done = events.get_final_message()
+    else:
+        done = client.create(**options)
+    assert [block.type for block in done.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert done.stop_reason == "tool_use"
+    assert [block.input for block in done.content if block.type == "tool_use"] == CITIES
+    thought = next(block for block in done.content if block.type == "thinking")
+    assert thought.thinking == "Two cities."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_a_response(server: Scripted, stream: bool) -> None:
+    server.say(SAID)
+    options: Any = {
+        "model": NAME,
+        "input": MESSAGES,
+        "tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}],
+    }
+    client = server.openai().responses
+    if stream:
+        with client.stream(**options) as events:
+            done = events.get_final_response()
+    else:
+        done = client.create(**options)
+    kinds = [item.type for item in done.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    calls = [item for item in done.output if item.type == "function_call"]
+    assert [json.loads(call.arguments) for call in calls] == CITIES
+
+
+def test_a_template_without_thinking_says_so(server: Scripted) -> None:
+    """A switch that is there works, one that is not is refused by name."""
+    client, body = server.openai().chat.completions, {"model": NAME, "messages": MESSAGES}
+    options = {"enable_thinking": False}
+    client.create(**body, extra_body={"chat_template_kwargs": options})  # type: ignore[call-overload]
+    assert server.served.text.decode(server.scheduler.last.prompt_ids).endswith("</think>\n\n")
+    server.anthropic().messages.create(
+        model=NAME, messages=MESSAGES, max_tokens=9, thinking={"type": "disabled"}
+    )
+    assert server.served.text.decode(server.scheduler.last.prompt_ids).endswith("</think>\n\n")
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        client.create(**body, reasoning_effort="high")  # type: ignore[call-overload]
+    with pytest.raises(anthropic.BadRequestError, match="reasoning_effort"):
+        server.anthropic().messages.create(
+            model=NAME, messages=MESSAGES, max_tokens=9, output_config={"effort": "high"}
+        )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from hotset.core.closing import Closing
-from hotset.core.errors import FatalError, HotsetError, QueueFullError, RequestError
-from hotset.core.request import FinishReason, check_length
+from hotset.core.errors import FatalError, HotsetError, RequestError
+from hotset.core.request import FinishReason
 from hotset.runtime.degenerate import RepeatedToken
 from hotset.runtime.faults import explain_failure
+from hotset.runtime.intake import Answer, Intake
 from hotset.runtime.prompt_share import PromptShare
-from hotset.runtime.requests import Counts, Event, Request, check_ids
+from hotset.runtime.requests import Counts, Event, Request
 from hotset.runtime.rows import Rows
 from hotset.runtime.sampling import Draw, Sampler
 from hotset.runtime.sequences import Sequence
@@ -63,26 +63,6 @@ class Parts:
     prefill_share: float
 
 
-@dataclass(eq=False)
-class _Answer:
-    """A request that has not ended.
-
-    Attributes:
-        ids: its prompt, and what was drawn so far.
-        most: tokens that may be drawn.
-        sequence: once it has been admitted.
-        joined: it decodes.
-    """
-
-    number: int
-    request: Request
-    ids: list[int]
-    most: int
-    num_drawn: int = 0
-    sequence: Sequence | None = None
-    joined: bool = False
-
-
 class _CancelledError(Exception):
     """The request whose prompt is being taken in is not wanted any more."""
 
@@ -117,78 +97,45 @@ class Scheduler(Closing):
         self, parts: Parts, *, max_waiting: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._parts: Parts | None = parts
-        self._vocab, self._context_tokens = parts.vocab, parts.context_tokens
-        self._max_waiting, self._clock = max_waiting, clock
-        self._share = PromptShare(parts.prefill_share)
-        self._changed = threading.Condition()  # guards what follows, up to the next comment
-        self._waiting: deque[_Answer] = deque()
-        self._open: dict[int, _Answer] = {}
-        self._cancelled: set[int] = set()
-        self._refusal = ""
+        self._clock = clock
+        self._intake = Intake(
+            vocab=parts.vocab, context_tokens=parts.context_tokens, max_waiting=max_waiting
+        )
         self._closing = False
-        self._number = 0
-        # Only within `_stepping`.
+        # What follows is touched within `_stepping` only.
         self._stepping = threading.Lock()
-        self._running: dict[int, _Answer] = {}  # by row
+        self._share = PromptShare(parts.prefill_share)
+        self._running: dict[int, Answer] = {}  # by row
         self._events: list[Event] = []
         self._tell: Callable[[Event], None] = self._events.append
         self._early: Callable[[Event], None] | None = None
         self._fatal: FatalError | None = None
         self._repeated = RepeatedToken()
         self._counts = Counts()
-        self._ended: Counter[FinishReason] = Counter()
 
     def submit(self, request: Request) -> int:
-        ids = check_ids(request.prompt_ids, self._vocab)
-        most = check_length(len(ids), request.max_tokens, self._context_tokens)
-        request.sampling.check_vocab(self._vocab)
-        with self._changed:
-            if self._refusal:
-                raise RequestError(self._refusal)
-            if len(self._waiting) >= self._max_waiting:
-                raise QueueFullError(
-                    f"{len(self._waiting)} requests wait already, which is the most",
-                    hint="try again later",
-                )
-            self._number += 1
-            answer = _Answer(self._number, request, ids, most)
-            self._open[answer.number] = answer
-            self._waiting.append(answer)
-            self._changed.notify_all()
-            return answer.number
+        return self._intake.submit(request)
 
     def cancel(self, request_id: int) -> None:
-        with self._changed:
-            if request_id in self._open:
-                self._cancelled.add(request_id)
-                self._changed.notify_all()
+        self._intake.cancel(request_id)
 
     def wait(self, timeout: float | None = None) -> bool:
-        with self._changed:
-            return self._changed.wait_for(self._has_work, timeout)
-
-    def _has_work(self) -> bool:
-        return bool(self._open or self._events or self._fatal)
+        return self._intake.wait(timeout, unless=lambda: bool(self._events or self._fatal))
 
     def drain(self) -> None:
-        with self._changed:
-            self._refusal = self._refusal or "no more requests are taken"
+        self._intake.refuse("no more requests are taken")
 
     def close(self) -> None:
-        with self._changed:
-            self._refusal, self._closing = "this engine is closed", True
+        self._closing = True
+        self._intake.refuse("this engine is closed")
         with self._stepping:
             parts, self._parts = self._parts, None
             if parts is not None:
                 with parts.steps.exclusive():
                     self._end_all(parts)
-        with self._changed:
-            self._changed.notify_all()
 
     def counts(self) -> Counts:
-        with self._changed:
-            num_waiting, num_open = len(self._waiting), len(self._open)
-            ended = dict(self._ended)
+        num_open, num_waiting, ended = self._intake.counts()
         parts = self._parts
         num_blocks, num_used = (0, 0) if parts is None else parts.rows.num_blocks
         return replace(
@@ -204,8 +151,7 @@ class Scheduler(Closing):
         with self._stepping:
             self._early = early
             if self._parts is not None:
-                if self._fatal is not None:
-                    raise self._fatal
+                self._check_device()
                 with self._parts.steps.exclusive():
                     self._serve(self._parts)
             events = list(self._events)
@@ -215,7 +161,11 @@ class Scheduler(Closing):
     def _serve(self, parts: Parts) -> None:
         """One step: what is not wanted any more ends, then a prompt, or a token for each row."""
         self._end_cancelled(parts)
-        answer = None if self._share.step_is_due else self._admit(parts)
+        answer = None
+        if not self._share.step_is_due:
+            answer = self._intake.admit(
+                lambda oldest: parts.rows.open(len(oldest.ids) + oldest.most, oldest.ids)
+            )
         if answer is not None:
             self._begin(parts, answer)
         elif self._running or parts.rows.num_in_flight:
@@ -223,22 +173,14 @@ class Scheduler(Closing):
         if not self._running:
             self._share.forgive()
 
-    def _admit(self, parts: Parts) -> _Answer | None:
-        """The oldest request that waits, with a sequence, if there is room for it."""
-        with self._changed:
-            if not self._waiting:
-                return None
-            answer = self._waiting[0]
-            answer.sequence = parts.rows.open(len(answer.ids) + answer.most, answer.ids)
-            return None if answer.sequence is None else self._waiting.popleft()
-
-    def _begin(self, parts: Parts, answer: _Answer) -> None:
+    def _begin(self, parts: Parts, answer: Answer) -> None:
         """Takes a prompt in and draws the first token; the answer then decodes."""
         sequence, request = answer.sequence, answer.request
         assert sequence is not None
-        # The rows change behind the prompt anyway, and a short one may fill slots itself.
-        self._drain(parts)
         try:
+            # The rows change behind the prompt anyway, and a short one may fill slots itself.
+            self._drain(parts)
+            self._check_device()
             num_shared = sequence.length
             new_ids = answer.ids[num_shared:]
             with parts.room(len(new_ids)):
@@ -259,11 +201,11 @@ class Scheduler(Closing):
             return
         self._count(num_prompt_tokens=len(answer.ids), num_prefix_tokens=num_shared)
         self._put(parts, answer, draw)
-        if answer.number in self._open:
+        if self._intake.is_open(answer):
             parts.rows.join(sequence, draw.token, answer.most - 1)
             answer.joined, self._running[sequence.row] = True, answer
 
-    def _between_layers(self, parts: Parts, answer: _Answer) -> Callable[[], None]:
+    def _between_layers(self, parts: Parts, answer: Answer) -> Callable[[], None]:
         """Serves the running answers while a prompt runs, by its share; ends the prompt with an
         exception when it is not wanted any more."""
         pace, since = _Pace(parts.device), self._clock()
@@ -272,7 +214,7 @@ class Scheduler(Closing):
             nonlocal since
             if self._closing:
                 raise RequestError("this engine is closed", hint="load the model again")
-            if answer.number in self._cancelled:
+            if self._intake.is_cancelled(answer):
                 raise _CancelledError
             if not self._running:
                 return
@@ -282,13 +224,19 @@ class Scheduler(Closing):
                 self._end_cancelled(parts)
                 while self._running and self._share.step_is_due:
                     self._decode(parts, ahead=False)
+            self._check_device()
             since = self._clock()
 
         return between
 
     @contextmanager
     def _telling_early(self) -> Iterator[None]:
-        self._tell = self._early or self._events.append
+        """Within the block events go to `early`, behind those that have not been told yet."""
+        if self._early is not None:
+            for event in self._events:
+                self._early(event)
+            self._events.clear()
+            self._tell = self._early
         try:
             yield
         finally:
@@ -324,7 +272,7 @@ class Scheduler(Closing):
             if row in self._running:
                 self._put(parts, self._running[row], draw)
 
-    def _put(self, parts: Parts, answer: _Answer, draw: Draw) -> None:
+    def _put(self, parts: Parts, answer: Answer, draw: Draw) -> None:
         """One more token of an answer, which may be its last."""
         assert answer.sequence is not None
         row, sampler = answer.sequence.row, parts.sampler
@@ -349,15 +297,13 @@ class Scheduler(Closing):
             self._tell(event)
 
     def _end_cancelled(self, parts: Parts) -> None:
-        with self._changed:
-            gone = [self._open[number] for number in self._cancelled if number in self._open]
-        for answer in gone:
+        for answer in self._intake.cancelled_answers():
             # A prompt that is being taken in ends by itself.
             if answer.joined or answer.sequence is None:
                 self._end(parts, answer, FinishReason.CANCELLED)
 
     def _end(
-        self, parts: Parts, answer: _Answer, reason: FinishReason, last: Event | None = None
+        self, parts: Parts, answer: Answer, reason: FinishReason, last: Event | None = None
     ) -> None:
         """The one end of a request: first its memory is free, then whoever asked is told.
 
@@ -373,19 +319,14 @@ class Scheduler(Closing):
                 sequence.keep(answer.ids[:-1], decoded=True)
         if sequence is not None:
             sequence.close()
-        with self._changed:
-            if sequence is None:
-                self._waiting.remove(answer)
-            del self._open[answer.number]
-            self._cancelled.discard(answer.number)
-            self._ended[reason] += 1
+        self._intake.end(answer, reason)
         event = last or Event(request_id=answer.number)
         self._tell(replace(event, request_id=answer.number, finish_reason=reason))
 
     def _fail(
         self,
         parts: Parts,
-        answers: Iterable[_Answer],
+        answers: Iterable[Answer],
         error: BaseException,
         *,
         mend: bool = False,
@@ -400,17 +341,22 @@ class Scheduler(Closing):
             logger.error("a step failed", exc_info=error)
         if isinstance(told, FatalError):
             self._fatal = told
-            answers = self._open.values()
+            self._intake.refuse(told.message)
+            answers = self._intake.open_answers()
         elif mend:
             parts.steps.mend()
-        for answer in list(answers):
+        for answer in filter(self._intake.is_open, list(answers)):
             self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=told))
         if not isinstance(error, Exception):
             raise error
 
+    def _check_device(self) -> None:
+        if self._fatal is not None:
+            raise self._fatal
+
     def _end_all(self, parts: Parts) -> None:
         error = RequestError("this engine is closed", hint="load the model again")
-        for answer in list(self._open.values()):
+        for answer in self._intake.open_answers():
             self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=error))
         if self._fatal is None:
             self._drain(parts)

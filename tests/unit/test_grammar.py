@@ -54,6 +54,16 @@ def test_what_breaks_a_schema_is_not_allowed(compiler: GrammarCompiler) -> None:
         matcher.accept(byte_ids("X")[0])
 
 
+def test_white_space_comes_to_an_end(compiler: GrammarCompiler) -> None:
+    for space, most in ((" ", 1), ("\n", 1), ("\n" + " " * 32, 33)):
+        matcher = compiler.json_object()
+        for token in byte_ids("{" + space[:most]):
+            assert token in allowed(matcher)
+            matcher.accept(token)
+        assert byte_ids('"')[0] in allowed(matcher)
+    assert not allowed(matcher) & set(byte_ids(" \n\t"))
+
+
 def test_ids_that_the_tokenizer_lacks_are_forbidden(compiler: GrammarCompiler) -> None:
     assert max(allowed(compiler.regex("(?s:.*)"))) < BYTE_VOCAB
 

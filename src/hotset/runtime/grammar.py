@@ -20,6 +20,10 @@ from hotset.core.errors import RequestError
 # Any JSON object (https://platform.openai.com/docs/guides/structured-outputs#json-mode).
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
+# Between the parts of JSON: nothing, a space, or a line break and up to 32 columns. Free white
+# space lets a weak model, whose favourite is forbidden, go on with it to the end of its tokens.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r" |\n {0,32}"}
+
 
 class Matcher:
     """A `TokenMatcher` of one answer.
@@ -97,7 +101,9 @@ class GrammarCompiler:
             RequestError: it is no schema, or has something that cannot be held to.
         """
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), overrides=_JSON_OPTIONS
+            )
         except (TypeError, ValueError) as error:
             raise _refused("JSON schema", str(error)) from error
         return self._compile(grammar, "JSON schema")

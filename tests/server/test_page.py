@@ -39,7 +39,7 @@ def test_every_file_is_served_and_may_load_nothing_from_elsewhere(
     }
 
 
-@pytest.mark.parametrize("name", ["nope.js", "..%2Fpage.py", "%2e%2e/page.py", "", ".."])
+@pytest.mark.parametrize("name", ["nope.js", "..%2Fpage.py", "%2e%2e/page.py", ""])
 def test_no_other_file_is_served(server: Scripted, name: str) -> None:
     assert httpx2.get(f"{server.url}/static/{name}").status_code == 404
 

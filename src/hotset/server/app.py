@@ -6,18 +6,19 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 import hotset
 from hotset.core.errors import HotsetError
-from hotset.server import chat, completions, messages, refused, responses, tokenize
+from hotset.server import chat, completions, messages, page, refused, responses, tokenize
 from hotset.server.answering import Answering
 from hotset.server.config import ServerConfig
 from hotset.server.errors import Problem, problem_of, problem_of_fields, problem_of_status
 from hotset.server.guard import Guard
+from hotset.server.live import Live
 from hotset.server.served import Served
 from hotset.server.status import Status
 from hotset.server.wire import Json
@@ -32,7 +33,6 @@ def create_app(
     config: ServerConfig,
     *,
     on_death: Callable[[], None] = lambda: None,
-    pages: APIRouter | None = None,
 ) -> FastAPI:
     """An application that starts the engine's thread when it starts.
 
@@ -40,7 +40,6 @@ def create_app(
         served: the model.
         config: whom to let in.
         on_death: called when an error has ended the engine and every open request was told.
-        pages: further paths, e.g. of the page for browsers.
     """
 
     @asynccontextmanager
@@ -70,9 +69,16 @@ def create_app(
         state=served.state,
         config=config,
     )
-    app.include_router(status.routes())
-    if pages is not None:
-        app.include_router(pages)
+    live = Live(
+        served.names[0],
+        counts=served.loop.scheduler.counts,
+        health=status.health,
+        metrics=served.metrics,
+        state=served.state,
+        clock=served.loop.clock,
+    )
+    for router in (status.routes(), live.routes(), page.routes()):
+        app.include_router(router)
     _explain_errors(app)
     app.add_middleware(Guard, config=config)
     if config.cors_origins:

@@ -49,6 +49,10 @@ class Metrics:
         context_tokens: the largest bucket of token counts.
         counts: of the scheduler, now.
         figures: of the engine, now.
+
+    Attributes:
+        num_first_tokens, first_token_seconds: answers that have begun, and how long their first
+            tokens took together.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Metrics:
     ) -> None:
         self._registry = CollectorRegistry()
         self._model = model
+        self.num_first_tokens, self.first_token_seconds = 0, 0.0
         sizes = tuple(_one_two_five(context_tokens))
         self._first = self._histogram(
             "vllm:time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN_SECONDS
@@ -91,7 +96,10 @@ class Metrics:
         num_tokens, last_at = ticket.num_tokens, ticket.last_at
         if event.token_id is not None:
             if last_at is None:
-                self._first.observe(now - ticket.submitted_at)
+                seconds = now - ticket.submitted_at
+                self._first.observe(seconds)
+                self.num_first_tokens += 1
+                self.first_token_seconds += seconds
             else:
                 self._between.observe(now - last_at)
             num_tokens, last_at = num_tokens + 1, now

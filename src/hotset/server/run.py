@@ -15,7 +15,6 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from fastapi import APIRouter
 
 from hotset.server.app import create_app
 from hotset.server.config import ServerConfig
@@ -42,7 +41,6 @@ class Process(uvicorn.Server):
         served: the model.
         config: the server's.
         ready: called with the URL when requests can come.
-        pages: further paths.
     """
 
     def __init__(
@@ -51,13 +49,12 @@ class Process(uvicorn.Server):
         config: ServerConfig,
         *,
         ready: Callable[[str], None],
-        pages: APIRouter | None = None,
     ) -> None:
         self._served, self._settings, self._ready = served, config, ready
         self._draining: asyncio.Task[None] | None = None
         self._aio: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
-        app = create_app(served, config, on_death=self._died, pages=pages)
+        app = create_app(served, config, on_death=self._died)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -125,7 +122,6 @@ def serve(
     bound: socket.socket,
     *,
     ready: Callable[[str], None],
-    pages: APIRouter | None = None,
 ) -> None:
     """Serves until a signal or the end of the engine.
 
@@ -134,7 +130,6 @@ def serve(
         config: the server's.
         bound: from `bind.bind`.
         ready: called with the URL when requests can come.
-        pages: further paths.
 
     Raises:
         HotsetError: what the engine failed of.
@@ -142,7 +137,7 @@ def serve(
     """
 
     async def run() -> int:
-        process = Process(served, config, ready=ready, pages=pages)
+        process = Process(served, config, ready=ready)
         await process.serve(sockets=[bound])
         return process.exit_code
 

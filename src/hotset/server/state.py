@@ -10,9 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
+from hotset.core.machine import LINK_FIGURES, pcie_gbps
+from hotset.core.slot_pools import BoolArray, IntArray
 from hotset.runtime.engine import Engine
 from hotset.runtime.heat import Heat
+from hotset.runtime.link import read_link
 from hotset.runtime.memory import measure
+from hotset.runtime.planning import described
 from hotset.runtime.routing import Traffic
 
 
@@ -29,6 +35,23 @@ class Figures:
     gauges: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Layers x experts at one moment. What lies beyond a layer's experts is 0.
+
+    Attributes:
+        num_experts_L: of each MoE layer.
+        use_LE: uses since the start, once for each token.
+        missed_LE: those of them that found no slot.
+        resident_LE: who has a slot now.
+    """
+
+    num_experts_L: IntArray
+    use_LE: IntArray
+    missed_LE: IntArray
+    resident_LE: BoolArray
+
+
 class State(Protocol):
     """What the pages and metrics show."""
 
@@ -38,9 +61,8 @@ class State(Protocol):
     def plan(self) -> dict[str, Any]:
         """The memory plan as JSON, with what was measured beside it."""
 
-    def heat(self) -> dict[str, Any]:
-        """`layers`: for each MoE layer `use` and `missed`, uses of each expert since the start
-        and those without a slot, and `resident`, 1 for each that has one now; `steps` so far."""
+    def cells(self) -> Cells:
+        """Uses of each expert, and which have a slot."""
 
 
 class EngineState:
@@ -49,24 +71,30 @@ class EngineState:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._heat = Heat(engine.store.placement)
+        self._link_limit_gbps = _link_limit_gbps(engine)
         with engine.steps.exclusive():
             engine.steps.watchers.append(self._heat)
 
     def figures(self) -> Figures:
         plan, used = self._engine.plan, measure(self._engine.device)
         traffic = self._engine.traffic
-        return Figures(
-            traffic,
-            {
-                "slots": ("Slots of the plan.", plan.num_slots),
-                "experts": ("Experts of all layers.", self._engine.geometry.num_records),
-                "hit_rate": ("Share of used experts that had a slot.", traffic.hit_rate),
-                "device_planned_bytes": ("Of the plan.", plan.device.total_bytes),
-                "device_peak_bytes": ("Most held at once.", used.device_peak_bytes),
-                "host_planned_bytes": ("Of the plan.", plan.host.total_bytes),
-                "host_peak_bytes": ("Peak resident set.", used.host_peak_bytes),
-            },
-        )
+        gauges = {
+            "slots": ("Slots of the plan.", plan.num_slots),
+            "experts": ("Experts of all layers.", self._engine.geometry.num_records),
+            "hit_rate": ("Share of used experts that had a slot.", traffic.hit_rate),
+            "device_planned_bytes": ("Of the plan.", plan.device.total_bytes),
+            "device_peak_bytes": ("Most held at once.", used.device_peak_bytes),
+            "host_planned_bytes": ("Of the plan.", plan.host.total_bytes),
+            "host_peak_bytes": ("Peak resident set.", used.host_peak_bytes),
+        }
+        if self._link_limit_gbps is not None:
+            gauges["link_limit_gbps"] = ("What the link can carry.", self._link_limit_gbps)
+        if self._engine.drift is not None:
+            drift = self._engine.drift.report()
+            gauges["profile_hit_rate"] = ("Of the profile's hot set on this text.", drift.seen)
+            gauges["profile_hit_rate_expected"] = ("Of it on its own text.", drift.expected)
+            gauges["profile_hit_rate_blind"] = ("Of experts chosen blindly.", drift.blind)
+        return Figures(traffic, gauges)
 
     def plan(self) -> dict[str, Any]:
         used = measure(self._engine.device)
@@ -77,15 +105,24 @@ class EngineState:
         }
         return {**self._engine.plan.to_dict(), "measured": measured}
 
-    def heat(self) -> dict[str, Any]:
+    def cells(self) -> Cells:
         heat = self._heat
-        rows_LE = {
-            "use": heat.use_LE.copy(),
-            "missed": heat.missed_LE.copy(),
-            "resident": heat.residents().astype(int),
-        }
-        layers = [
-            {name: rows[index, : layer.num_experts].tolist() for name, rows in rows_LE.items()}
-            for index, layer in enumerate(self._engine.geometry.layers)
-        ]
-        return {"steps": self._engine.traffic.steps, "layers": layers}
+        return Cells(
+            np.array([layer.num_experts for layer in self._engine.geometry.layers]),
+            heat.use_LE.copy(),
+            heat.missed_LE.copy(),
+            heat.residents(),
+        )
+
+
+def _link_limit_gbps(engine: Engine) -> float | None:
+    """What the link can carry: the best rate measured on such a machine, or else what its lanes
+    promise; `None` on a CPU and where the kernel does not say."""
+    if engine.device.type != "cuda":
+        return None
+    known = described(engine.machine)
+    figures = [known.figure(kind) for kind in LINK_FIGURES] if known is not None else []
+    if rates := [figure.value for figure in figures if figure is not None]:
+        return max(rates)
+    link = read_link()
+    return None if link is None else pcie_gbps(link.max_generation, link.max_width)

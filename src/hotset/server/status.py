@@ -97,9 +97,21 @@ class Status:
 
         @router.get("/hotset/heat", summary="Uses of each expert, and which have a slot")
         async def heat() -> Response:
-            return Json(self._state.heat())
+            return Json(heat_of(self._state))
 
         return router
+
+
+def heat_of(state: State) -> dict[str, Any]:
+    """`layers`: for each MoE layer `use` and `missed`, uses of each expert since the start and
+    those without a slot, and `resident`, 1 for each that has one now; `steps` so far."""
+    cells = state.cells()
+    rows = {"use": cells.use_LE, "missed": cells.missed_LE, "resident": cells.resident_LE}
+    layers = [
+        {name: row_LE[layer, :num_experts].astype(int).tolist() for name, row_LE in rows.items()}
+        for layer, num_experts in enumerate(cells.num_experts_L)
+    ]
+    return {"steps": state.figures().traffic.steps, "layers": layers}
 
 
 def unknown_model(name: str, names: tuple[str, ...]) -> Problem:

@@ -132,3 +132,14 @@ def test_what_cannot_be_quantised_is_refused(
 
 def test_names_on_the_command_line_are_those_of_the_formats() -> None:
     assert set(FORMATS) == set(TARGETS)
+
+
+def test_int4_is_what_compressed_tensors_writes(shared: Path) -> None:
+    """Bit for bit: the shared checkpoint was made of these weights by that library."""
+    name = "model.layers.2.mlp.experts.5"
+    pocket = load_file(shared / "models" / "pocket" / "model.safetensors")
+    theirs = load_file(shared / "models" / "quantised" / "ct-int4" / "model.safetensors")
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        ours = quantise(pocket[f"{name}.{projection}.weight"], "int4")
+        for suffix, tensor in ours.items():
+            assert torch.equal(tensor, theirs[f"{name}.{projection}.{suffix}"]), suffix

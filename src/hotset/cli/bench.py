@@ -160,9 +160,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
         str, typer.Option(metavar="COUNTS", help="Lengths of prompts.")
     ] = "1,16,64,256,1024,4096,16384,65536",
     slots: Annotated[float, typer.Option(help="Share of experts with a slot, 0..1.")] = 0.25,
-    staging: Annotated[
-        str | None, typer.Option(help="Force `ring` or `in-place` for prompts of 65 tokens on.")
-    ] = None,
+    staging: Annotated[str | None, typer.Option(help="Force `ring` or `in-place`.")] = None,
     offload_layers: Annotated[
         int, typer.Option(help="Layers of the comparison with accelerate; 0 leaves it out.")
     ] = 4,

@@ -128,33 +128,14 @@ def _attend_keys(
 
 @triton.jit
 def _prefill_kernel(
-    q_QTD,
-    k_HPD,
-    v_HPD,
-    sinks_Q,
-    out_TQD,
-    q_head,
-    q_token,
-    k_head,
-    k_token,
-    v_head,
-    v_token,
-    num_queries,
-    num_keys,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_COLUMNS: tl.constexpr,
-    VALUE_COLUMNS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    q_QTD, k_HPD, v_HPD, sinks_Q, out_TQD,
+    q_head, q_token, k_head, k_token, v_head, v_token,
+    num_queries, num_keys, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_COLUMNS: tl.constexpr, VALUE_COLUMNS: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     # The blocks that see most keys begin first.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)

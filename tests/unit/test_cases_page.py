@@ -7,7 +7,7 @@ import re
 from repository import ROOT, python_files
 
 PAGE = ROOT / "docs" / "cases.md"
-FILE = re.compile(r"`((?:unit|parity|e2e|kernels|gpu)/\w+\.py)")
+FILE = re.compile(r"`((?:unit|parity|e2e|kernels|server|gpu)/\w+\.py)")
 TEST = re.compile(r"::(\w+)`")
 CASE = re.compile(r"\b(?:MB|HR|LF|CC|LC|FT|SV|UX)-\d\d\b")
 

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
@@ -26,7 +25,7 @@ from hotset.core.errors import HardwareError, RequestError, explain_out_of_memor
 from hotset.core.hardware import Machine
 from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
-from hotset.core.request import FinishReason, SamplingParams, check_length
+from hotset.core.request import SamplingParams, check_length
 from hotset.core.slot_pools import SlotPools
 from hotset.core.staging import StagingRule
 from hotset.core.units import format_bytes
@@ -34,18 +33,19 @@ from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
-from hotset.runtime.decoding import Decoding, choose_policy, initial_residents, prefix_grain
+from hotset.runtime.chunks import chunks_of
+from hotset.runtime.decoding import Decoding, choose_policy, initial_residents
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
+from hotset.runtime.memory import room_for_step
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
 from hotset.runtime.prefill import BetweenLayers, run_together
 from hotset.runtime.probe import choose_device
 from hotset.runtime.profiled import load_profile, make_drift, require_same_routers
-from hotset.runtime.requests import Request, check_ids
-from hotset.runtime.profiled import load_profile, make_drift, require_same_routers
+from hotset.runtime.requests import Request, TokenOut, check_ids
 from hotset.runtime.routing import RoutingLog, Traffic
-from hotset.runtime.rows import LibraryRows, PoolRows, Rows
+from hotset.runtime.rows import make_rows
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.scheduler import Parts, Scheduler
 from hotset.runtime.sequences import Sequence
@@ -54,19 +54,6 @@ from hotset.runtime.tee import Tee
 from hotset.runtime.weights import Progress, WeightSource
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenOut:
-    """One generated token.
-
-    Attributes:
-        token_id: its id. A stop id is put out too, marked by its finish reason.
-        finish_reason: set on the last one.
-    """
-
-    token_id: int
-    finish_reason: FinishReason | None
 
 
 class Engine(Closing):
@@ -118,7 +105,16 @@ class Engine(Closing):
             num_rows = config.num_sampler_rows if self.geometry.attention else 1
             self.sampler = Sampler(num_rows, self.geometry.vocab, device=self.device)
             self.decoding = self._make_decoding()
-            self.rows = self._make_rows()
+            self.rows = make_rows(
+                self.model,
+                self.decoding,
+                steps=self.steps,
+                sampler=self.sampler,
+                geometry=self.geometry,
+                plan=self.plan,
+                config=config,
+                device=self.device,
+            )
         except BaseException:
             self.close()
             raise
@@ -206,17 +202,6 @@ class Engine(Closing):
                 raise HardwareError(said, hint="leave `--strict` out to run it all the same")
             logger.warning("%s", said)
         return None
-
-    def _make_rows(self) -> Rows:
-        if self.decoding is not None:
-            return PoolRows(self.decoding, self.steps, self.sampler)
-        if self.config.max_batch > 1:
-            said = f"requests are answered one by one: {self.geometry.attention_reason}"
-            if self.config.strict:
-                raise HardwareError(said, hint="leave `--strict` out to run it all the same")
-            logger.warning("%s", said)
-        prefix_grain(self.geometry, self.plan, self.config)  # says that none are reused
-        return LibraryRows(self.model, self.steps, self.sampler, device=self.device)
 
     def experts_module(self, layer: int) -> nn.Module:
         """The stock experts module of a MoE layer."""
@@ -400,29 +385,7 @@ class Engine(Closing):
             raise RequestError("this engine is closed", hint="load the model again")
 
     def _forwards(self, ids: list[int], size: int) -> Iterator[list[int]]:
-        """The tokens of each forward: chunks, or after the first chunk single tokens where the
-        stock model can only continue by those.
-
-        Raises:
-            RequestError: the latter, in a strict engine.
-        """
-        if len(ids) <= size or self.geometry.continues_in_chunks:
-            return (ids[start : start + size] for start in range(0, len(ids), size))
-        reason = (
-            f"`{self.geometry.model_type}` of transformers cannot continue a prompt in chunks: "
-            f"{len(ids) - size} of {len(ids)} tokens run one by one"
-        )
-        if self.config.strict:
-            raise RequestError(reason, hint="load with a larger `--prefill-chunk`")
-        logger.warning("%s; a larger `--prefill-chunk` spares that", reason)
-        return chain([ids[:size]], ([token] for token in ids[size:]))
+        return chunks_of(ids, size, geometry=self.geometry, strict=self.config.strict)
 
     def _room_for_step(self, num_tokens: int) -> AbstractContextManager[None]:
-        lines = ("activations", "attention workspace", "expert workspace", "KV cache")
-        planned = ", ".join(f"{name} {format_bytes(self.plan.device[name])}" for name in lines)
-        return explain_out_of_memory(
-            f"a step of {num_tokens} tokens (planned: {planned})",
-            hint="other programs may have taken memory since the start; lower `--prefill-chunk` or "
-            "`--context`, or set a smaller `--vram`",
-            error=RequestError,
-        )
+        return room_for_step(self.plan, num_tokens)

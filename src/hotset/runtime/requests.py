@@ -54,6 +54,19 @@ class Event:
     error: HotsetError | None = None
 
 
+@dataclass(frozen=True)
+class TokenOut:
+    """One generated token of a request that is answered alone.
+
+    Attributes:
+        token_id: its id. A stop id is put out too, marked by its finish reason.
+        finish_reason: set on the last one.
+    """
+
+    token_id: int
+    finish_reason: FinishReason | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """What a scheduler does and has done since it was made.

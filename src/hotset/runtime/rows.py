@@ -8,6 +8,7 @@ of why a row leaves. All of it runs within `Steps.exclusive`.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as Items
@@ -17,11 +18,17 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from hotset.core.config import EngineConfig
+from hotset.core.errors import HardwareError
+from hotset.core.geometry import ModelGeometry
+from hotset.core.plan import MemoryPlan
 from hotset.runtime.decode import MOST_IN_FLIGHT, DecodeStep
-from hotset.runtime.decoding import Decoding
+from hotset.runtime.decoding import Decoding, prefix_grain
 from hotset.runtime.sampling import Draw, Sampler
 from hotset.runtime.sequences import LibrarySequence, Sequence
 from hotset.runtime.steps import Steps
+
+logger = logging.getLogger(__name__)
 
 
 class Rows(Protocol):
@@ -228,3 +235,30 @@ class LibraryRows:
 
     def forget(self) -> None:
         """Nothing is in flight, ever."""
+
+
+def make_rows(
+    model: PreTrainedModel,
+    decoding: Decoding | None,
+    *,
+    steps: Steps,
+    sampler: Sampler,
+    geometry: ModelGeometry,
+    plan: MemoryPlan,
+    config: EngineConfig,
+    device: torch.device,
+) -> Rows:
+    """The rows of an engine; what they cannot do of what its config asks for is said.
+
+    Raises:
+        HardwareError: the latter, in a strict engine.
+    """
+    if decoding is not None:
+        return PoolRows(decoding, steps, sampler)
+    if config.max_batch > 1:
+        said = f"requests are answered one by one: {geometry.attention_reason}"
+        if config.strict:
+            raise HardwareError(said, hint="leave `--strict` out to run it all the same")
+        logger.warning("%s", said)
+    prefix_grain(geometry, plan, config)  # says that none are reused
+    return LibraryRows(model, steps, sampler, device=device)

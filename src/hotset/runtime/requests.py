@@ -77,6 +77,8 @@ class Counts:
         num_prompt_tokens, num_generated_tokens: taken in (reused ones included), and given out.
         num_prefix_tokens: prompt tokens whose keys and values were reused from earlier requests.
         num_steps: decode steps.
+        num_prompt_layers: layers of prompts, each once for each prompt that it ran for; it grows
+            while a long prompt is taken in.
         num_blocks, num_blocks_used: of the KV cache of full attention, and those that running
             requests hold; 0 where a model needs the library's own cache.
     """
@@ -88,6 +90,7 @@ class Counts:
     num_generated_tokens: int = 0
     num_prefix_tokens: int = 0
     num_steps: int = 0
+    num_prompt_layers: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0
 

@@ -212,6 +212,7 @@ class Scheduler(Closing):
 
         def between() -> None:
             nonlocal since
+            self._count(num_prompt_layers=1)
             if self._closing:
                 raise RequestError("this engine is closed", hint="load the model again")
             if self._intake.is_cancelled(answer):

@@ -80,6 +80,7 @@ class EngineLoop:
         self._stopping = threading.Event()
         self._progress_at = clock()
         self._mean_seconds = 1.0
+        self._num_layers = 0
         self._on_death: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="hotset-engine", daemon=True)
         self._aio: asyncio.AbstractEventLoop | None = None
@@ -101,7 +102,11 @@ class EngineLoop:
 
     @property
     def seconds_without_progress(self) -> float:
-        """Since a step ended, or an event came within one; 0 where nothing is to be done."""
+        """Since a step ended, or an event or a layer of a prompt within one; 0 where nothing is to
+        be done. Layers are looked at when this is asked."""
+        layers = self.scheduler.counts().num_prompt_layers
+        if layers != self._num_layers:
+            self._num_layers, self._progress_at = layers, self.clock()
         return self.clock() - self._progress_at if self._open else 0.0
 
     @property

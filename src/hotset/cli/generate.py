@@ -28,6 +28,7 @@ from hotset.cli.options import (
     PrefillChunk,
     ProfileOption,
     Ram,
+    RecordOption,
     Revision,
     Strict,
     Vram,
@@ -69,10 +70,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     policy: PolicyOption = None,
     half_life: HalfLifeOption = None,
     profile: ProfileOption = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Record which experts are used, no text, into a trace file."),
-    ] = None,
+    record: RecordOption = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
     max_tokens: Annotated[

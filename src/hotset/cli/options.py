@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -84,6 +85,10 @@ PolicyOption = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option("--profile", help="Which experts such text uses, a file of `hotset profile`."),
+]
+RecordOption = Annotated[
+    Path | None,
+    typer.Option("--record", help="Record which experts are used, no text, into a trace file."),
 ]
 HalfLifeOption = Annotated[
     float | None,

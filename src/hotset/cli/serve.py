@@ -34,6 +34,7 @@ from hotset.cli.options import (
     PrefixReuse,
     ProfileOption,
     Ram,
+    RecordOption,
     Revision,
     Strict,
     Vram,
@@ -52,41 +53,47 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT = ServerConfig()
 
+Host = Annotated[
+    str, typer.Option(help="Address to listen on; `0.0.0.0` is every network of this machine.")
+]
+Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(help="What requests call the model; may be repeated. Default: MODEL's name."),
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Key that requests must send; may be repeated. Default: HOTSET_API_KEY, or none."
+    ),
+]
+CorsOrigins = Annotated[
+    list[str] | None,
+    typer.Option(help="Web origin that browsers may call from; may be repeated. Default: none."),
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Further host name that requests may use while listening on a loopback address, "
+        "e.g. that of a reverse proxy; may be repeated."
+    ),
+]
+MaxWaiting = Annotated[
+    int, typer.Option(help="Requests beyond these are refused while they wait for a row.")
+]
+
 
 def serve(  # noqa: PLR0913 - one parameter for each flag
     model: ModelArgument,
     *,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; `0.0.0.0` is every network of this machine.")
-    ] = _DEFAULT.host,
-    port: Annotated[int, typer.Option(help="TCP port; 0 takes a free one.")] = _DEFAULT.port,
-    served_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What requests call the model; may be repeated. Default: MODEL's name."),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Key that requests must send; may be repeated. Default: HOTSET_API_KEY, or none."
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Web origin that browsers may call from; may be repeated. Default: none."
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Further host name that requests may use while listening on a loopback address, "
-            "e.g. that of a reverse proxy; may be repeated."
-        ),
-    ] = None,
+    host: Host = _DEFAULT.host,
+    port: Port = _DEFAULT.port,
+    served_name: ServedNames = None,
+    api_key: ApiKeys = None,
+    cors_origin: CorsOrigins = None,
+    allowed_host: AllowedHosts = None,
     max_batch: MaxBatch = 8,
-    max_waiting: Annotated[
-        int, typer.Option(help="Requests beyond these are refused while they wait for a row.")
-    ] = _DEFAULT.max_waiting,
+    max_waiting: MaxWaiting = _DEFAULT.max_waiting,
     kv_tokens: KvTokens = None,
     batch_invariant: BatchInvariant = False,
     prefix_reuse: PrefixReuse = True,
@@ -103,10 +110,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     policy: PolicyOption = None,
     half_life: HalfLifeOption = None,
     profile: ProfileOption = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(help="Record which experts are used, no text, into a trace file."),
-    ] = None,
+    record: RecordOption = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
     as_json: Json = False,

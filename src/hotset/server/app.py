@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -61,6 +61,22 @@ def create_app(
     answering = Answering(served)
     for part in (chat, completions, responses, messages, tokenize, refused):
         app.include_router(part.routes(answering))
+    for router in _figures(served, config):
+        app.include_router(router)
+    _explain_errors(app)
+    app.add_middleware(Guard, config=config)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+def _figures(served: Served, config: ServerConfig) -> tuple[APIRouter, ...]:
+    """What tells how the engine is: health and metrics, the live feed, the page that draws it."""
     status = Status(
         served.names,
         context_tokens=served.context_tokens,
@@ -77,18 +93,7 @@ def create_app(
         state=served.state,
         clock=served.loop.clock,
     )
-    for router in (status.routes(), live.routes(), page.routes()):
-        app.include_router(router)
-    _explain_errors(app)
-    app.add_middleware(Guard, config=config)
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors_origins),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-        )
-    return app
+    return status.routes(), live.routes(), page.routes()
 
 
 def _explain_errors(app: FastAPI) -> None:

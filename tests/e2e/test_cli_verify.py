@@ -29,18 +29,31 @@ def point_elsewhere(engine: Engine) -> None:
     table[3] = table[3].roll(1)
 
 
-def double_an_output(engine: Engine) -> None:
-    """A kernel that is wrong in the same way wherever experts lie."""
+def double(engine: Engine, name: str, wrong: Callable[..., Any]) -> None:
+    """A kernel of a layer that is wrong in the same way wherever experts lie."""
     kernels = engine._runners[1]._kernels
 
     class Wrong:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(kernels, name)
-
-        def combine(self, *args: Any, **kwargs: Any) -> Any:
-            return 2 * kernels.combine(*args, **kwargs)
+        def __getattr__(self, other: str) -> Any:
+            return wrong if other == name else getattr(kernels, other)
 
     engine._runners[1]._kernels = Wrong()  # type: ignore[assignment]
+
+
+def double_a_sum_of_few(engine: Engine) -> None:
+    """What decode and short prompts run."""
+    right = engine.kernels.combine
+    double(engine, "combine", lambda *args, **kwargs: 2 * right(*args, **kwargs))
+
+
+def double_a_sum_of_many(engine: Engine) -> None:
+    """What long prompts run."""
+    right = engine.kernels.accumulate
+
+    def wrong(y_TKH: Any, *args: Any, **kwargs: Any) -> None:
+        right(2 * y_TKH, *args, **kwargs)
+
+    double(engine, "accumulate", wrong)
 
 
 def verify(run: Any, model: object, *flags: str) -> tuple[int, dict[str, Any]]:
@@ -87,7 +100,12 @@ def sound(chatty: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("fault", "found_by"),
-    [(flip_a_slot, "slots"), (point_elsewhere, "slots"), (double_an_output, "stock logits")],
+    [
+        (flip_a_slot, "slots"),
+        (point_elsewhere, "slots"),
+        (double_a_sum_of_many, "stock logits"),
+        (double_a_sum_of_few, "stock logits, few tokens"),
+    ],
 )
 def test_whatever_is_wrong_is_found(
     run,

@@ -61,9 +61,20 @@ def alone(engine: Engine, asked: Request) -> list[int]:
     return [step.token_id for step in steps]
 
 
+def require_best(engine: Engine, asked: Request, tokens: list[int]) -> None:
+    """Each greedy token is the best of its place up to what FP32 allows: two logits that are each
+    off by the bound may change places."""
+    ids = [*asked.prompt_ids, *tokens]
+    logits_TV = engine.logits(ids)[len(asked.prompt_ids) - 1 : -1]
+    chosen_T = logits_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    behind = float((logits_TV.amax(dim=1) - chosen_T).max())
+    assert behind <= 2 * logit_bound(engine, logits_TV)
+    other_T = logits_TV[:, 7]  # the control: any token is not good enough
+    assert float((logits_TV.amax(dim=1) - other_T).max()) > 2 * logit_bound(engine, logits_TV)
+
+
 def test_rows_of_different_length_decode_together(engine: Engine) -> None:
-    """Six requests for four rows. Each greedy token is the best of its place up to what FP32
-    allows: two logits that are each off by the bound may change places."""
+    """Six requests for four rows."""
     asked = [request(index) for index in range(6)]
     with engine.scheduling(max_waiting=8) as scheduler:
         numbers = [scheduler.submit(one) for one in asked]
@@ -74,14 +85,21 @@ def test_rows_of_different_length_decode_together(engine: Engine) -> None:
     assert counts.num_generated_tokens == sum(map(len, got.tokens.values()))
     assert counts.num_steps < counts.num_generated_tokens - 6, "steps served several rows"
     for number, one in zip(numbers, asked, strict=True):
-        ids = [*one.prompt_ids, *got.tokens[number]]
-        logits_TV = engine.logits(ids)[len(one.prompt_ids) - 1 : -1]
-        chosen_T = logits_TV.gather(1, torch.tensor(got.tokens[number])[:, None])[:, 0]
-        behind = float((logits_TV.amax(dim=1) - chosen_T).max())
-        assert behind <= 2 * logit_bound(engine, logits_TV)
-        other_T = logits_TV[:, 7]  # the control: any token is not good enough
-        assert float((logits_TV.amax(dim=1) - other_T).max()) > 2 * logit_bound(engine, logits_TV)
+        require_best(engine, one, got.tokens[number])
     assert engine.store.audit() == []
+
+
+def test_a_row_that_comes_back_to_a_step_goes_on_where_it_is(engine: Engine) -> None:
+    """One row, then two, then the first one alone again: its step was left four tokens behind."""
+    long, short = request(1, max_tokens=30), request(0, max_tokens=4)
+    with engine.scheduling(max_waiting=4) as scheduler:
+        first, got = scheduler.submit(long), Answers()
+        while len(got.tokens.get(first, [])) < 5:
+            got.step(scheduler)
+        second = scheduler.submit(short)
+        got.run(scheduler)
+    require_best(engine, long, got.tokens[first])
+    require_best(engine, short, got.tokens[second])
 
 
 def test_more_rows_than_a_power_of_two(family: Family) -> None:

@@ -158,7 +158,10 @@ class PoolRows:
             if step.num_in_flight or any(row.in_flight for row in rows):
                 return  # what is queued is taken in first
             step.start([row.sequence.row for row in rows], [row.token for row in rows])
-            self._started[step] = rows
+            # These rows go on here: what a step of another size knows of them is old from now on,
+            # also for the day when the same rows come back to it.
+            others = {other: old for other, old in self._started.items() if not _meet(old, rows)}
+            self._started = {**others, step: rows}
         # What a row may draw next can depend on its last token, which the host has to see.
         waits = any(self._sampler.needs_host(row.sequence.row) for row in rows)
         most = MOST_IN_FLIGHT if ahead and step.captured and not waits else 1
@@ -183,6 +186,10 @@ class PoolRows:
             row.token = draw.token
             if stays:
                 yield row.sequence.row, draw
+
+
+def _meet(some: list[_Row], others: list[_Row]) -> bool:
+    return any(row in others for row in some)
 
 
 class LibraryRows:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hotset.core.errors import RequestError
+from hotset.core.errors import ConfigError, RequestError
 from hotset.core.request import SamplingParams
 from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
 from hotset.runtime.grammar import GrammarCompiler, Matcher
@@ -107,3 +109,19 @@ def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
     sampler.start(0, SamplingParams(temperature=1.0, seed=5))
     free = [sampler.draw(0, logits_V).token for _ in ids]
     assert free != ids and not sampler.needs_host(0), "control: without it they are other tokens"
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=r"need llguidance[^\n]*\n\nhint: .*pip install"):
+        GrammarCompiler(byte_tokenizer(), stop_ids=frozenset({END}), vocab=VOCAB)
+
+
+def test_free_answers_do_without_the_library() -> None:
+    code = (
+        "import sys; sys.modules['llguidance'] = None; import hotset\n"
+        "with hotset.load('pocket', device='cpu', context=16) as model:\n"
+        "    print(len(list(model.generate('The', max_tokens=2))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "2\n", done.stderr

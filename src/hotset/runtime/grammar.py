@@ -1,21 +1,24 @@
 """Structured answers: which token may come next, by llguidance, from a JSON schema or a grammar.
 
 Knows one checkpoint's tokenizer and token masks; nothing of requests, rows or devices. A schema
-that the library cannot hold an answer to is refused with its reason, never taken in part.
+that the library cannot hold an answer to is refused with its reason, never taken in part. Free
+answers need neither this nor the library: it is imported when the first compiler is made.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
-from hotset.core.errors import RequestError
+from hotset.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    import llguidance
 
 # Any JSON object (https://platform.openai.com/docs/guides/structured-outputs#json-mode).
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -75,10 +78,18 @@ class GrammarCompiler:
         vocab: logits of the model.
 
     Raises:
+        ConfigError: llguidance is not installed.
         RequestError: the tokenizer is of a kind that cannot be looked into.
     """
 
     def __init__(self, tokenizer: Any, *, stop_ids: frozenset[int], vocab: int) -> None:
+        try:
+            import llguidance
+        except ImportError as error:
+            raise ConfigError(
+                "structured answers need llguidance, which is not installed",
+                hint='install it with `pip install "llguidance>=1.9,<2"`',
+            ) from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise RequestError(
                 f"structured answers need a `tokenizer.json`, this model's tokenizer is a "
@@ -86,6 +97,7 @@ class GrammarCompiler:
             )
         size = max(vocab, len(tokenizer))
         ends = sorted(stop_ids) or tokenizer.eos_token_id
+        self._matchers = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=ends
         )
@@ -101,7 +113,7 @@ class GrammarCompiler:
             RequestError: it is no schema, or has something that cannot be held to.
         """
         try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            grammar = self._matchers.grammar_from_json_schema(
                 json.dumps(schema), overrides=_JSON_OPTIONS
             )
         except (TypeError, ValueError) as error:
@@ -114,7 +126,7 @@ class GrammarCompiler:
         Raises:
             RequestError: it is none, or has something that cannot be held to.
         """
-        return self._compile(llguidance.LLMatcher.grammar_from_regex(pattern), "regular expression")
+        return self._compile(self._matchers.grammar_from_regex(pattern), "regular expression")
 
     def lark(self, grammar: str) -> Matcher:
         """Text of a context-free grammar in llguidance's form of Lark.
@@ -122,15 +134,15 @@ class GrammarCompiler:
         Raises:
             RequestError: it is none, or has something that cannot be held to.
         """
-        return self._compile(llguidance.LLMatcher.grammar_from_lark(grammar), "grammar")
+        return self._compile(self._matchers.grammar_from_lark(grammar), "grammar")
 
     def _compile(self, grammar: str, what: str) -> Matcher:
         # A warning says that a keyword is not held to: that is an error here.
-        _, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        _, messages = self._matchers.validate_grammar_with_warnings(grammar, self._tokenizer)
         if messages:
             raise _refused(what, messages[0])
         # log_level 0: nothing is written to stderr beside our own errors.
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = self._matchers(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise _refused(what, matcher.get_error())
         return Matcher(matcher)

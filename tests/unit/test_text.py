@@ -196,7 +196,10 @@ def test_what_a_template_refuses_is_said(
     [
         ({}, SamplingParams()),
         ({"do_sample": False, "temperature": 0.5}, SamplingParams()),
+        ({"do_sample": False, "top_p": 0.9}, SamplingParams(top_p=0.9)),
         ({"do_sample": True}, SamplingParams(temperature=1.0)),
+        ({"temperature": 0.5}, SamplingParams(temperature=0.5)),
+        ({"repetition_penalty": 1.05}, SamplingParams(repetition_penalty=1.05)),
         (
             {"do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01},
             SamplingParams(temperature=0.6, top_p=0.95, top_k=20, min_p=0.01),
@@ -227,6 +230,11 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
             "generation_config.json",
             '{"do_sample": true, "temperature": -1}',
             "`{file}`: `temperature` is -1",
+        ),
+        (
+            "generation_config.json",
+            '{"repetition_penalty": 2.5}',
+            "`{file}`: `repetition_penalty` is 2.5",
         ),
         ("generation_config.json", '{"max_new_tokens": -1}', "`{file}`: `max_new_tokens`"),
         ("generation_config.json", '{"eos_token_id": "a"}', "`{file}`: `eos_token_id` is 'a'"),

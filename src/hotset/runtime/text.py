@@ -107,6 +107,7 @@ class Text:
         """Makes what structured answers have to follow.
 
         Raises:
+            ConfigError: llguidance is not installed.
             RequestError: the tokenizer is of a kind that cannot be looked into.
         """
         return GrammarCompiler(self._tokenizer, stop_ids=self.stop_ids, vocab=self._vocab)
@@ -121,7 +122,10 @@ class Text:
         return text
 
     def sampling_defaults(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json asks for; greedy where it says nothing."""
+        """What the checkpoint's generation_config.json asks for; greedy where it says nothing.
+
+        The only source of defaults: library, command line and server start from it.
+        """
         return self._sampling_defaults
 
 

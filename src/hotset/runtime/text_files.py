@@ -89,17 +89,27 @@ def load_generation_config(folder: Path) -> GenerationConfig | None:
 def sampling_defaults(config: GenerationConfig | None, folder: Path) -> SamplingParams:
     """What the generation defaults ask for; greedy where they say nothing.
 
+    A temperature counts unless `do_sample` is false. The rest counts in either case: a penalty
+    changes greedy answers too, and a request that sets only a temperature samples with the
+    checkpoint's `top_p`.
+
     Raises:
         CheckpointError: a value that no request may have.
     """
-    if config is None or not config.do_sample:
+    if config is None:
         return SamplingParams()
+    temperature = 1.0 if config.do_sample else 0.0
+    if config.do_sample is not False and config.temperature is not None:
+        temperature = config.temperature
     try:
         return SamplingParams(
-            temperature=1.0 if config.temperature is None else config.temperature,
+            temperature=temperature,
             top_p=1.0 if config.top_p is None else config.top_p,
             top_k=config.top_k or 0,
             min_p=config.min_p or 0.0,
+            repetition_penalty=(
+                1.0 if config.repetition_penalty is None else config.repetition_penalty
+            ),
         )
     except RequestError as error:
         path = folder / GENERATION_CONFIG

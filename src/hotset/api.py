@@ -173,6 +173,10 @@ class Model(Closing):
         top_k: int | None = None,
         min_p: float | None = None,
         seed: int | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
     ) -> Iterator[Token]:
         """Generates an answer token by token.
 
@@ -182,23 +186,25 @@ class Model(Closing):
             messages: a conversation, through the checkpoint's chat template. Exactly one of them.
             max_tokens: most new tokens; `None` goes on to the end of the context.
             stop_ids: ids that end the answer; default the checkpoint's.
-            temperature, top_p, top_k, min_p, seed: see `SamplingParams`; defaults from the
-                checkpoint's generation_config.json, greedy where that does not sample.
+            temperature, top_p, top_k, min_p, seed, presence_penalty, frequency_penalty,
+                repetition_penalty, logit_bias: see `SamplingParams`; `None` is what the
+                checkpoint's generation_config.json says, greedy where it says nothing.
 
         Raises:
             RequestError: what is wrong with this request; nothing else is affected.
         """
         ids = self._prompt_ids(prompt, token_ids, messages)
-        given = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "seed": seed,
-        }
-        chosen = {name: value for name, value in given.items() if value is not None}
-        defaults = self.engine.text.sampling_defaults() if self.engine.text else SamplingParams()
-        sampling = replace(defaults, **chosen)  # type: ignore[arg-type]
+        sampling = self._sampling(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias,
+        )
         # Checked here and not at the first `next`, so that a wrong request fails where it is made.
         steps = self.engine.generate_ids(
             ids,
@@ -207,6 +213,12 @@ class Model(Closing):
             stop_ids=None if stop_ids is None else frozenset(_ids(stop_ids, "stop_ids")),
         )
         return self._stream(ids, steps)
+
+    def _sampling(self, **given: Any) -> SamplingParams:
+        """The checkpoint's defaults, and over them what is not `None`."""
+        defaults = self.engine.text.sampling_defaults() if self.engine.text else SamplingParams()
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return replace(defaults, **chosen)
 
     def _stream(self, ids: list[int], steps: Iterator[Any]) -> Iterator[Token]:
         meter = _Meter(self.engine, len(ids))

@@ -116,6 +116,9 @@ def test_defaults_are_the_checkpoints_and_can_be_overridden(
     assert ids() == ids() != greedy
     assert ids(temperature=0.0) == greedy
     assert ids(seed=6) != ids()
+    wary = SamplingParams(repetition_penalty=2.0)
+    monkeypatch.setattr(model.text, "sampling_defaults", lambda: wary)
+    assert ids() != ids(repetition_penalty=1.0) == greedy
 
 
 def test_costs(chatty: Path) -> None:

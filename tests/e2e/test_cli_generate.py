@@ -93,6 +93,22 @@ def test_sampling_is_repeatable_by_its_seed(run, chatty: Path, answer: str) -> N
     assert text("--seed", "7", "--top-k", "1") == answer + "\n"
 
 
+def test_biases_and_penalties_reach_the_answer(run, chatty: Path, answer: str) -> None:
+    def ids(*flags: str) -> list[int]:
+        found = run("generate", chatty, "hello", *FEW, "--json", *flags).out
+        return list(json.loads(found)["token_ids"])
+
+    few = int(FEW[-1])
+    assert ids("--logit-bias", "70=100", "--logit-bias", "71=-100") == [70] * few
+    # Twelve of the first token cost it more than the ten that it is ahead of the second.
+    two = ("--logit-bias", "70=100", "--logit-bias", "71=90")
+    assert set(ids(*two)) == {70}
+    assert set(ids(*two, "--frequency-penalty", "2")) == {70, 71}
+    for flags in (("--logit-bias", "70"), ("--repetition-penalty", "0")):
+        done = run("generate", chatty, "hello", *FEW, *flags)
+        assert done.code == 2 and f"`{flags[0]}" in done.err and not done.out
+
+
 def test_memory_flags_change_what_is_allocated(run, chatty: Path) -> None:
     """UX-02: slots by `--vram`; what a budget leaves by `--context`."""
 

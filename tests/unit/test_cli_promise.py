@@ -26,6 +26,7 @@ FLAGS = {
         *("--chat", "--json", "--kernels", "--max-tokens", "--no-strict", "--prompt-file"),
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
         *("--profile", "--record", "--strict"),
+        *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
     ],
     "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset serve": [

@@ -36,9 +36,21 @@ from hotset.cli.options import (
     named_by_flag,
 )
 from hotset.cli.progress import loading_bar
+from hotset.cli.sampling import (
+    FrequencyPenalty,
+    LogitBias,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    chosen_sampling,
+)
 from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
-from hotset.core.request import SamplingParams, check_length, check_max_tokens
+from hotset.core.request import check_length, check_max_tokens
 from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -51,7 +63,17 @@ if TYPE_CHECKING:
 
 # Most new tokens where nobody said how many; fewer where the context leaves fewer.
 DEFAULT_MAX_TOKENS = 256
-_DEFAULT = "Default: the checkpoint's generation_config.json"
+
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}, or what the context leaves."
+    ),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Send the prompt through the chat template.")]
+PromptFile = Annotated[
+    Path | None, typer.Option(help="Read the prompt from a file, `-` for stdin.")
+]
 
 
 def generate(  # noqa: PLR0913 - one parameter for each flag
@@ -73,40 +95,18 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     record: RecordOption = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Most tokens to generate. Default: {DEFAULT_MAX_TOKENS}, or what the context "
-            "leaves."
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=f"0..100; 0 is greedy. {_DEFAULT}, or greedy.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help=f"Nucleus sampling, above 0 to 1; 1 is off. {_DEFAULT}, or 1."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help=f"Keep the k likeliest; 0 is off. {_DEFAULT}, or 0.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            help="Drop what is less likely than this share, 0..1, of the likeliest; 0 is off. "
-            f"{_DEFAULT}, or 0."
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Makes sampling repeatable, from 0 on. Default: a fresh one."),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt through the chat template.")
-    ] = False,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="Read the prompt from a file, `-` for stdin.")
-    ] = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    repetition_penalty: RepetitionPenalty = None,
+    logit_bias: LogitBias = None,
+    chat: Chat = False,
+    prompt_file: PromptFile = None,
     as_json: Json = False,
 ) -> None:
     """Generate text: the answer streams to stdout, everything else goes to stderr.
@@ -130,16 +130,18 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         graphs=graphs,
         compiled=compiled,
     )
-    given = {
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-    }
-    sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    sampling = chosen_sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias,
+    )
     with named_by_flag():
-        SamplingParams(**sampling)
         check_max_tokens(max_tokens)
     text = _prompt(prompt, prompt_file)
     from hotset.api import Model

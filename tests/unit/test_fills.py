@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -315,7 +316,8 @@ def test_counts_equal_those_of_an_unmatched_step() -> None:
     plain = engine.log.total.copy()
     engine = Engine(Lru(COUNTS))
     engine.step(ids)
-    assert engine.log.total == plain
+    assert engine.log.total.fills > 0 == plain.fills
+    assert replace(engine.log.total, fills=0) == plain
     assert plain.link_bytes > 0
 
 

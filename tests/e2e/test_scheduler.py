@@ -229,6 +229,23 @@ def test_answers_go_on_between_the_layers_of_a_prompt(
     assert invariant.store.audit() == []
 
 
+def test_short_prompts_without_end_do_not_keep_an_answer_waiting(engine: Engine) -> None:
+    """Each is one forward, with no layer to stop at. On the clock of the test above a prompt and a
+    step take the same time, so with half of it the answer gets a token for each of them."""
+    with engine.scheduling(max_waiting=64) as scheduler:
+        scheduler._clock = map(float, count()).__next__
+        answer, got = scheduler.submit(request(0, max_tokens=12)), Answers()
+        for _ in range(2):
+            got.step(scheduler)
+        for _ in range(40):
+            scheduler.submit(request(0, max_tokens=1))
+        for _ in range(21):
+            got.step(scheduler)
+        assert len(got.tokens[answer]) >= 11
+        got.run(scheduler)
+    assert len(got.ends) == 41
+
+
 def test_a_prompt_that_gets_all_time_is_not_interrupted(family: Family) -> None:
     with make_engine(family, prefill_share=1.0) as engine, engine.scheduling(max_waiting=8) as s:
         s.submit(request(0, max_tokens=12))

@@ -126,6 +126,34 @@ def fail_long(engine: Engine) -> Callable[..., torch.Tensor]:
     return failing
 
 
+class Broken:
+    """A matcher of a caller's own that breaks behind some tokens."""
+
+    is_complete = False
+
+    def __init__(self, behind: int) -> None:
+        self._left = behind
+
+    def fill_mask(self, mask_W: object) -> None:
+        mask_W.fill(-1)  # type: ignore[attr-defined]
+
+    def accept(self, token_id: int) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise ValueError("a bug")
+
+
+@pytest.mark.parametrize("behind", [1, 3])
+def test_a_matcher_that_breaks_ends_its_own_answer(engine: Engine, behind: int) -> None:
+    with engine.scheduling(max_waiting=4) as scheduler:
+        free = scheduler.submit(asked(1))
+        bound = scheduler.submit(asked(2, matcher=Broken(behind)))
+        got = Answers().run(scheduler)
+    assert got.ends == {free: FinishReason.LENGTH, bound: FinishReason.FAILED}
+    assert "a bug" in got.errors[bound].message
+    unharmed(engine)
+
+
 def test_an_interruption_ends_what_it_met(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with engine.scheduling(max_waiting=8) as scheduler, monkeypatch.context() as patch:
         number = scheduler.submit(asked(0))

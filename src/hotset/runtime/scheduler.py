@@ -105,6 +105,7 @@ class Scheduler(Closing):
         # What follows is touched within `_stepping` only.
         self._stepping = threading.Lock()
         self._share = PromptShare(parts.prefill_share)
+        self._since = 0.0  # until then the prompt that is being taken in has been counted
         self._running: dict[int, Answer] = {}  # by row
         self._events: list[Event] = []
         self._tell: Callable[[Event], None] = self._events.append
@@ -181,7 +182,7 @@ class Scheduler(Closing):
             # The rows change behind the prompt anyway, and a short one may fill slots itself.
             self._drain(parts)
             self._check_device()
-            num_shared = sequence.length
+            num_shared, self._since = sequence.length, self._clock()
             new_ids = answer.ids[num_shared:]
             with parts.room(len(new_ids)):
                 logits_V = parts.take_in(sequence, new_ids, self._between_layers(parts, answer))
@@ -193,6 +194,7 @@ class Scheduler(Closing):
                     matcher=request.matcher,
                 )
                 draw = parts.sampler.draw(sequence.row, logits_V)
+            self._count_prompt_time()  # a short prompt's, and a long one's last layer
         except _CancelledError:
             self._end(parts, answer, FinishReason.CANCELLED)
             return
@@ -208,10 +210,9 @@ class Scheduler(Closing):
     def _between_layers(self, parts: Parts, answer: Answer) -> Callable[[], None]:
         """Serves the running answers while a prompt runs, by its share; ends the prompt with an
         exception when it is not wanted any more."""
-        pace, since = _Pace(parts.device), self._clock()
+        pace = _Pace(parts.device)
 
         def between() -> None:
-            nonlocal since
             self._count(num_prompt_layers=1)
             if self._closing:
                 raise RequestError("this engine is closed", hint="load the model again")
@@ -220,15 +221,22 @@ class Scheduler(Closing):
             if not self._running:
                 return
             pace.wait()
-            self._share.prompt_ran(self._clock() - since)
+            self._count_prompt_time()
             with self._telling_early():
                 self._end_cancelled(parts)
                 while self._running and self._share.step_is_due:
                     self._decode(parts, ahead=False)
             self._check_device()
-            since = self._clock()
+            self._since = self._clock()
 
         return between
+
+    def _count_prompt_time(self) -> None:
+        """The device has done what was queued of a prompt; those who waited for it are owed."""
+        if self._running:
+            now = self._clock()
+            self._share.prompt_ran(now - self._since)
+            self._since = now
 
     @contextmanager
     def _telling_early(self) -> Iterator[None]:
@@ -280,8 +288,8 @@ class Scheduler(Closing):
         try:
             token = draw.require_finite()
             sampler.accept(row, token)
-        except RequestError as error:
-            self._end(parts, answer, FinishReason.FAILED, Event(request_id=0, error=error))
+        except Exception as error:  # noqa: BLE001 - a matcher is somebody else's code
+            self._fail(parts, [answer], error)
             return
         answer.ids.append(token)
         answer.num_drawn += 1

@@ -73,7 +73,7 @@ def test_an_answer_that_stops_early_has_no_tokens_behind_its_end(
 
 
 def test_a_model_in_the_librarys_cache_is_recorded_too(tmp_path: Path) -> None:
-    family = make_family("qwen3_next", tmp_path / "model")
+    family = make_family("minimax", tmp_path / "model")
     with family.engine() as engine:
         assert engine.decoding is None
         info = TraceInfo(model_fingerprint(engine.geometry, engine.model))

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from hotset.core.geometry import AttentionLayer
+from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.attention import AttentionSwitch
 from hotset.models.attention_probe import find_attention
@@ -54,7 +54,7 @@ class Stock:
     """A model, and what it generates greedily with the library's own cache.
 
     Attributes:
-        layers: what was found about its attention.
+        layers, states: what was found about it.
         prompts: token ids of each sequence.
         tokens: what follows, the same number for each.
         logits: [number of tokens, V] of each sequence.
@@ -63,6 +63,7 @@ class Stock:
     model: Any
     layers: tuple[AttentionLayer, ...]
     prompts: list[list[int]]
+    states: tuple[StateLayer, ...] = ()
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
 
@@ -72,7 +73,7 @@ def generate_stock(name: str, prompts: list[list[int]], num_tokens: int) -> Stoc
     model = make_model(name)
     found = find_attention(model)
     assert found.ok, found.reason
-    stock = Stock(model, found.layers, prompts)
+    stock = Stock(model, found.layers, prompts, states=found.states)
     for prompt in prompts:
         cache, ids, tokens, logits = DynamicCache(config=model.config), prompt, [], []
         for _ in range(num_tokens):
@@ -94,7 +95,9 @@ class Ours:
         self.model, self.switch = stock.model, AttentionSwitch(stock.model)
         self.pool = KVPool(
             layers or stock.layers,
+            stock.states,
             num_rows=num_rows,
+            num_places=4,
             context_tokens=96,
             dtype=torch.float32,
             device=torch.device("cpu"),
@@ -132,6 +135,7 @@ class Ours:
                 past_key_values=cache,
                 use_cache=True,
             )
+        batch.put_back()
         return out.logits[:, -1]
 
 

@@ -7,25 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from hotset.core.geometry import AttentionLayer
+from hotset.core.geometry import AttentionLayer, StateTensor
 from hotset.models.attention_probe import find_attention
 from hotset.models.geometry import build_meta
 from tiny import TINY_MODEL_TYPES, build_tiny, tiny_config
 
 EXPANDS = "layer 0 computes with what it caches before it attends"
-MORE = "caches more than keys and values"
+MORE = "caches more than keys, values and a state"
 REFUSED = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), EXPANDS),
     **dict.fromkeys(("kimi_k25", "mistral4"), EXPANDS),
-    # the keys of an indexer, compressed keys, recurrent states
+    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), EXPANDS.replace("0", "1")),
+    # the keys of an indexer, compressed keys
     **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"), MORE),
-    **dict.fromkeys(("deepseek_v4", "minimax", "zaya", "inkling_text", "inkling2_text"), MORE),
-    **dict.fromkeys(("bailing_hybrid", "granitemoehybrid", "jamba", "kimi_linear"), MORE),
-    **dict.fromkeys(("lfm2_moe", "nemotron_h", "qwen3_5_moe", "qwen3_5_moe_text"), MORE),
-    **dict.fromkeys(("qwen3_next", "glm5_next"), MORE),
+    **dict.fromkeys(("deepseek_v4", "glm5_next"), MORE),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "asks its cache for one length of all rows"),
+    "minimax": "makes a cache of its own kind, `MiniMaxCache`",
+}
+# Layers that carry a state, and those that keep keys and values.
+STATES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ({0, 2}, {1, 3})),
+    **dict.fromkeys(("granitemoehybrid", "lfm2_moe"), ({0, 2}, {1, 3})),
+    "nemotron_h": ({0}, {2}),
+    "jamba": ({0, 1, 2, 3, 5, 6, 7}, {4}),
+    "zaya": ({0, 1, 2, 3}, {0, 1, 2, 3}),
 }
 WINDOWED = {
     *("afmoe", "beam", "cohere2_moe", "exaone_moe", "flint", "gpt_oss", "granitemoe_swa"),
@@ -38,9 +47,12 @@ WINDOWED = {
 def test_every_architecture(model_type: str) -> None:
     found = find_attention(build_tiny(model_type))
     if model_type in REFUSED:
-        assert REFUSED[model_type] in found.reason and not found.layers
+        assert REFUSED[model_type] in found.reason and not found.layers and not found.states
     else:
         assert found.ok, found.reason
+        states, layers = STATES.get(model_type, (set(), {layer.index for layer in found.layers}))
+        assert {state.index for state in found.states} == states
+        assert {layer.index for layer in found.layers} == layers
         assert {layer.window for layer in found.layers} == (
             {16, None} if model_type in WINDOWED else {None}
         )
@@ -82,8 +94,32 @@ def test_positions_that_ask_for_the_length_are_not_captured(
     assert geometry.attention_reason == "the model asks for values when it decodes (`__bool__`)"
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model, ids = build_tiny("gpt_oss"), torch.arange(20)[None]
+def test_states_are_found_by_what_the_model_caches() -> None:
+    """Shapes of one sequence; a state in the float format that the model keeps it in."""
+    geometry = build_meta(tiny_config("qwen3_next"), "bfloat16").geometry
+    first = geometry.states[0]
+    assert (first.path, first.index) == ("model.layers.0.linear_attn", 0)
+    assert first.tensors == (
+        StateTensor(kind="conv", number=0, shape=(64, 4), dtype="bfloat16"),
+        StateTensor(kind="recurrent", number=0, shape=(4, 8, 8), dtype="float32"),
+    )
+
+
+def test_a_state_that_grows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = build_tiny("lfm2_moe")
+    stock = LinearAttentionLayer.update_conv_state
+
+    def whole(self: Any, conv_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, conv_states, *args, **{**kwargs, "conv_kernel_size": None})
+
+    monkeypatch.setattr(LinearAttentionLayer, "update_conv_state", whole)
+    reason = find_attention(model).reason
+    assert reason == "layer 0 carries a state whose size depends on the text"
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "qwen3_next"])
+def test_the_model_is_left_as_it_was(model_type: str) -> None:
+    model, ids = build_tiny(model_type), torch.arange(20)[None]
     with torch.no_grad():
         before = model(input_ids=ids).logits
         assert find_attention(model).ok

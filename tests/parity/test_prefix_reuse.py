@@ -123,7 +123,11 @@ def test_two_that_run_share_what_they_begin_with(family: Family) -> None:
 
 @pytest.mark.parametrize(
     ("model_type", "words"),
-    [("gpt_oss", "sliding windows keep the newest tokens only"), ("qwen3_next", "")],
+    [
+        ("gpt_oss", "sliding windows keep the newest tokens only"),
+        ("qwen3_next", "some layers carry a state"),
+        ("minimax", ""),
+    ],
 )
 def test_what_cannot_be_shared_is_said(
     tmp_path_factory: pytest.TempPathFactory,

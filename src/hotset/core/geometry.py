@@ -177,6 +177,38 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
+class StateTensor:
+    """A tensor of fixed size that a layer carries from token to token, for each sequence.
+
+    Attributes:
+        kind: `conv` (the inputs that a short convolution sees again) or `recurrent`.
+        number: which of its kind; a layer may have several.
+        shape: of one sequence.
+        dtype: of its elements.
+    """
+
+    kind: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """One layer that carries a state; it may keep keys and values as well.
+
+    Attributes:
+        path: of the module that carries it.
+        index: the layer's index in the model's cache.
+        tensors: the state.
+    """
+
+    path: str
+    index: int
+    tensors: tuple[StateTensor, ...]
+
+
+@dataclass(frozen=True)
 class ModelGeometry:
     """All that planning needs to know of a model.
 
@@ -195,6 +227,7 @@ class ModelGeometry:
         attention: the layers that keep keys and values, where all of them can run over a pool of
             KV blocks; otherwise empty, and
         attention_reason: says why not.
+        states: with `attention`, the layers that carry a state from token to token.
         hidden, vocab: model dimension and vocabulary size.
         num_layers: decoder layers, MoE or not.
         max_context: longest context the model was made for, tokens.
@@ -227,6 +260,7 @@ class ModelGeometry:
     activation_fixed_bytes: int = 0
     attention: tuple[AttentionLayer, ...] = ()
     attention_reason: str = ""
+    states: tuple[StateLayer, ...] = ()
     continues_in_chunks: bool = True
     recurrent: bool = False
 

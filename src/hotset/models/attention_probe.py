@@ -1,4 +1,4 @@
-"""Whether a stock model's attention can run over our KV pool, and the numbers of its layers.
+"""Whether a stock model's layers can run over our KV pool, and their numbers.
 
 Decided by what the model does, not by its name: it runs twice, on the meta device, and what its
 cache is asked for, what its attention function gets and which positions its masks let through is
@@ -22,10 +22,11 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from hotset.core.geometry import AttentionLayer
+from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.models.attention import AttentionSwitch, unknown_arguments
 from hotset.models.attention_formula import FORMULA_ARGUMENTS, formula_problem
 from hotset.models.meta import ValueAskedError, no_values, plain_text
+from hotset.models.state_probe import STATE_LAYERS, LayerWatch, find_states
 
 _PREFILL, _DECODE = "hotset_probe_prefill", "hotset_probe_decode"
 _PREFILL_TOKENS = 5
@@ -42,10 +43,12 @@ class AttentionSupport:
 
     Attributes:
         layers: all layers that keep keys and values, in ascending index; empty if refused.
+        states: all layers that carry a state, likewise.
         reason: why not, as a clause; empty if supported.
     """
 
     layers: tuple[AttentionLayer, ...] = ()
+    states: tuple[StateLayer, ...] = ()
     reason: str = ""
 
     @property
@@ -54,13 +57,15 @@ class AttentionSupport:
 
 
 def find_attention(model: PreTrainedModel) -> AttentionSupport:
-    """Runs a model and says whether every layer is full or sliding-window attention as we do it.
+    """Runs a model and says whether every layer is full or sliding-window attention as we do it,
+    or carries a state of fixed size.
 
     Args:
         model: on any device, best the meta device; its experts are stock ones or bound.
     """
     try:
-        return AttentionSupport(layers=_find(model))
+        layers, states = _find(model)
+        return AttentionSupport(layers=layers, states=states)
     except _RefusedError as refused:
         return AttentionSupport(reason=str(refused))
 
@@ -114,6 +119,7 @@ class _ProbeCache(DynamicCache):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(config=model.config)
+        self.watch = LayerWatch(model)
         self.start()
 
     def start(self) -> None:
@@ -132,6 +138,18 @@ class _ProbeCache(DynamicCache):
         self.updates.setdefault(layer_idx, []).append(update)
         keys, values = super().update(key_states, value_states, layer_idx, *a, **k)
         return _Watched.of(keys, update), _Watched.of(values, update)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, *a: Any, **k: Any
+    ) -> torch.Tensor:
+        self.watch.asked(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, *a, **k)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *a: Any, **k: Any
+    ) -> torch.Tensor:
+        self.watch.asked(layer_idx)
+        return super().update_recurrent_state(recurrent_states, layer_idx, *a, **k)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         self.asked_length = True
@@ -167,12 +185,16 @@ AttentionInterface.register(_DECODE, _probe_attend)
 AttentionMaskInterface.register(_PREFILL, _probe_mask)
 
 
-def _find(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def _find(model: PreTrainedModel) -> tuple[tuple[AttentionLayer, ...], tuple[StateLayer, ...]]:
     switch, cache = AttentionSwitch(model), _ProbeCache(model)
-    _check_kinds(model, cache)
-    with plain_text():
+    own = _check_kinds(model, cache)
+    with plain_text(), cache.watch.watching():
         _forward(model, cache, switch, _PREFILL, _PREFILL_TOKENS)
     prefill = cache.updates
+    try:
+        states = find_states(cache, own, cache.watch.paths)
+    except ValueError as refused:
+        raise _RefusedError(str(refused)) from refused
     cache.start()
     try:
         with no_values():
@@ -201,7 +223,9 @@ def _find(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
         if problem:
             raise _RefusedError(f"layer {index} {problem}")
         layers.append(layer)
-    return tuple(layers)
+    if not layers:
+        raise _RefusedError("no layer keeps keys and values")
+    return tuple(layers), states
 
 
 def _forward(
@@ -218,18 +242,22 @@ def _forward(
         model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
 
-def _check_kinds(model: PreTrainedModel, cache: DynamicCache) -> None:
-    """Only layers that cache one pair of keys and values, in the library's own cache."""
-    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+def _check_kinds(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:
+    """Only layers that cache one pair of keys and values or a state, in the library's own cache;
+    returns that of a forward over one token."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer, *STATE_LAYERS)
     for index, layer in enumerate(cache.layers):
         if type(layer) not in known:
-            raise _RefusedError(f"layer {index} caches more than keys and values ({layer!r})")
+            raise _RefusedError(
+                f"layer {index} caches more than keys, values and a state ({layer!r})"
+            )
     device = next(model.parameters()).device
     ids = torch.zeros((1, 1), dtype=torch.int64, device=device)
     with torch.no_grad(), plain_text():
         own = model(input_ids=ids, use_cache=True).past_key_values
     if type(own) is not DynamicCache:
         raise _RefusedError(f"the model makes a cache of its own kind, `{type(own).__name__}`")
+    return own
 
 
 def _only_call(index: int, updates: list[_Update]) -> _Attended:

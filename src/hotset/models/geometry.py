@@ -278,6 +278,7 @@ def _geometry(
         num_layers=text.num_hidden_layers,
         attention=attention.layers,
         attention_reason=attention.reason,
+        states=attention.states,
         resident_read_bytes=resident - _unread_bytes(model),
         max_context=getattr(text, "max_position_embeddings", 0) or 0,
         activation_fixed_bytes=used.activation_fixed_bytes,

@@ -108,8 +108,6 @@ class DecodeStep:
         device = pool.device
         self.batch = DecodeBatch(pool, size, kernels=attention)
         self.token_B1 = torch.zeros((size, 1), dtype=torch.int64, device=device)
-        # The pool's row in each place, which is the sampler's too; one beyond the last is padding.
-        self._rows_B = torch.full((size,), pool.num_rows, dtype=torch.int64, device=device)
         self._model, self._runners = model, list(runners)
         self._modules = list(experts_modules(model).values())
         self._cache, self._switch = KVCache(self.batch), AttentionSwitch(model)
@@ -144,9 +142,6 @@ class DecodeStep:
         self.batch.assign(rows)
         padding = self.size - len(rows)
         self.token_B1.copy_(torch.tensor([*tokens, *[0] * padding])[:, None])
-        nobody = self.batch.pool.num_rows
-        numbers = [nobody if row is None else row for row in [*rows, *[None] * padding]]
-        self._rows_B.copy_(torch.tensor(numbers))
 
     def launch(self) -> None:
         """Queues one step for the chosen rows; `finish` later says what came of it.
@@ -206,7 +201,9 @@ class DecodeStep:
 
     def _run_compiled(self) -> None:
         assert self._layers is not None
-        paths = [layer.path for layer in self.batch.pool.layers.values()]
+        pool = self.batch.pool
+        paths = {layer.path for layer in pool.layers.values()}
+        paths |= {layer.path for layer in pool.states.layers.values()}
         with self._layers.active(), shared_compilation(self._model, paths):
             self._run()
 
@@ -231,7 +228,9 @@ class DecodeStep:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            drawn_BW = self._sample(out.logits[:, -1], self._rows_B)
+            self.batch.put_back()
+            # A row of the pool is one of the sampler too.
+            drawn_BW = self._sample(out.logits[:, -1], self.batch.rows_B)
             self.token_B1.copy_(drawn_BW[:, TOKEN, None])
             torch.cat([drawn_BW.flatten(), *self._routed], out=self._report)
 

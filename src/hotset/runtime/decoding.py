@@ -156,6 +156,7 @@ class Decoding:
         self.exact, self._strict = config.batch_invariant, config.strict
         self.pool = KVPool(
             geometry.attention,
+            geometry.states,
             num_rows=config.max_batch,
             context_tokens=plan.context_tokens,
             dtype=getattr(torch, geometry.dtype),
@@ -163,6 +164,7 @@ class Decoding:
             full_tokens=plan.kv_tokens,
             prefix_grain=prefix_grain(geometry, plan, config),
             poison=config.poison,
+            num_places=max(config.batch_sizes),
         )
         on_gpu = device.type == "cuda"
         fused = on_gpu and triton and config.compiled
@@ -263,6 +265,8 @@ def prefix_refusal(geometry: ModelGeometry) -> str:
         return geometry.attention_reason
     if any(layer.window is not None for layer in geometry.attention):
         return "sliding windows keep the newest tokens only"
+    if geometry.states:
+        return "some layers carry a state, which is that of the newest token only"
     if not geometry.continues_in_chunks:
         return f"`{geometry.model_type}` of transformers cannot continue a prompt"
     return ""

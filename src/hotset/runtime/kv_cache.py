@@ -3,8 +3,8 @@
 What is done is chosen by the step object, never by data. A `PrefillStep` writes the new tokens and
 attends to them and to those of earlier chunks, gathered from the pool. A `DecodeBatch` writes one
 token a row and attends to the pool itself. Either way the attention function gets the layer itself
-in place of keys and values (`models.attention`), and there is no mask. Knows rows and positions,
-nothing of text.
+in place of keys and values (`models.attention`), and there is no mask. A layer that carries a state
+finds it where the library would keep it (`state_rows`). Knows rows and positions, nothing of text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hotset.core.geometry import AttentionLayer
 from hotset.experts.transfer import sent
 from hotset.kernels.attention import AttentionKernels
 from hotset.runtime.kv_pool import KVKind, KVPool
+from hotset.runtime.state_rows import StateView
 
 
 class Step(Protocol):
@@ -27,8 +28,14 @@ class Step(Protocol):
 
     pool: KVPool
 
-    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
-        """The cache's view of one layer during this step."""
+    def attention(self, layer: AttentionLayer) -> CacheLayerMixin:
+        """The cache's view of a layer's keys and values during this step."""
+
+    def state(self, index: int) -> StateView:
+        """The cache's view of a layer's state."""
+
+    def both(self, layer: AttentionLayer) -> CacheLayerMixin:
+        """Both of them, of a layer that keeps both."""
 
 
 class KVCache(Cache):
@@ -36,13 +43,26 @@ class KVCache(Cache):
     `DecodeBatch`; what the library may do to a cache besides running forwards is refused."""
 
     def __init__(self, step: Step) -> None:
-        layers = step.pool.layers
-        super().__init__(
-            [step.layer(layers[i]) if i in layers else DummyLayer() for i in range(max(layers) + 1)]
-        )
+        last = max([*step.pool.layers, *step.pool.states.layers])
+        super().__init__([_view(step, index) for index in range(last + 1)])
 
     # What compiles a model's layers stops here (`models.attention`).
     update = torch.compiler.disable(Cache.update)
+    get_conv_state = torch.compiler.disable(Cache.get_conv_state)
+    get_recurrent_state = torch.compiler.disable(Cache.get_recurrent_state)
+    update_conv_state = torch.compiler.disable(Cache.update_conv_state)
+    update_recurrent_state = torch.compiler.disable(Cache.update_recurrent_state)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Nothing is taken back: `crop` is refused."""
+        return False
+
+
+def _view(step: Step, index: int) -> CacheLayerMixin | StateView | DummyLayer:
+    layer, has_state = step.pool.layers.get(index), index in step.pool.states.layers
+    if layer is None:
+        return step.state(index) if has_state else DummyLayer()
+    return step.both(layer) if has_state else step.attention(layer)
 
 
 class PrefillStep:
@@ -74,8 +94,15 @@ class PrefillStep:
         stop = self.start + self.num_tokens
         return torch.arange(self.start, stop, device=self.pool.device)[None]
 
-    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
+    def attention(self, layer: AttentionLayer) -> CacheLayerMixin:
         return _PrefillLayer(self, layer)
+
+    def state(self, index: int) -> StateView:
+        # What an earlier chunk leaves in the row is there when this one comes to the layer.
+        return StateView(self.pool.states.row(index, self.row), begun=self.start > 0)
+
+    def both(self, layer: AttentionLayer) -> CacheLayerMixin:
+        return _PrefillBoth(self, layer)
 
     def commit(self) -> None:
         """The forward has run: the row is longer now. If it has not, close the row: a ring may
@@ -167,15 +194,24 @@ class _PrefillLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self._step.pool.context_tokens
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the pool is there before the first forward."""
+
+
+class _PrefillBoth(_PrefillLayer, StateView):
+    """A layer that keeps a state beside keys and values."""
+
+    def __init__(self, step: PrefillStep, layer: AttentionLayer) -> None:
+        StateView.__init__(self, step.pool.states.row(layer.index, step.row), begun=step.start > 0)
+        _PrefillLayer.__init__(self, step, layer)
 
 
 class DecodeBatch:
     """One new token for each of up to B rows, over and over. Its tensors never move, so that a
     captured step can be replayed; rows and lengths are data in them.
 
-    A step is `begin_step` on the host, then on the device `advance` and the model's forward.
+    A step is `begin_step` on the host, then on the device `advance`, the model's forward and
+    `put_back`.
 
     Args:
         pool: whose rows are decoded.
@@ -184,6 +220,7 @@ class DecodeBatch:
 
     Attributes:
         rows: the pool's row in each place, `None` for padding.
+        rows_B: int64, the same on the device; `pool.num_rows` for padding.
         lengths_B: int32, tokens of each row with the current one; 0 for padding.
         position_ids_B1: int64, of the current token; 0 for padding.
         tables: window -> block table, int32 [B, N].
@@ -192,6 +229,7 @@ class DecodeBatch:
     def __init__(self, pool: KVPool, size: int, *, kernels: AttentionKernels) -> None:
         self.pool, self.size, self.kernels = pool, size, kernels
         self.rows: list[int | None] = [None] * size
+        self.rows_B = torch.full((size,), pool.num_rows, dtype=torch.int64, device=pool.device)
         self.lengths_B = torch.zeros(size, dtype=torch.int32, device=pool.device)
         self.position_ids_B1 = torch.zeros(size, 1, dtype=torch.int64, device=pool.device)
         self.tables = {
@@ -202,14 +240,22 @@ class DecodeBatch:
         # Blocks of each row that the device knows of, per kind.
         self._known = {window: [0] * size for window in self.tables}
 
-    def layer(self, layer: AttentionLayer) -> CacheLayerMixin:
+    def attention(self, layer: AttentionLayer) -> CacheLayerMixin:
         return _DecodeLayer(self, layer)
+
+    def state(self, index: int) -> StateView:
+        return StateView(self.pool.states.places(index, self.size), begun=True)
+
+    def both(self, layer: AttentionLayer) -> CacheLayerMixin:
+        return _DecodeBoth(self, layer)
 
     def assign(self, rows: Sequence[int | None]) -> None:
         """Chooses the rows, between steps; `None`, and what is not given, is padding."""
         assert len(rows) <= self.size, (rows, self.size)
         self.rows = [*rows, *[None] * (self.size - len(rows))]
-        device = self.pool.device
+        device, padding = self.pool.device, self.pool.num_rows
+        numbers = [padding if row is None else row for row in self.rows]
+        self.rows_B.copy_(sent(np.array(numbers, dtype=np.int64), device))
         lengths = [0 if row is None else self.pool.lengths[row] for row in self.rows]
         self.lengths_B.copy_(sent(np.array(lengths, dtype=np.int32), device))
         active = [row is not None for row in self.rows]
@@ -240,9 +286,15 @@ class DecodeBatch:
                     self.tables[window][place].copy_(sent(kind.table_RN[row], self.pool.device))
 
     def advance(self) -> None:
-        """Lengths and positions of the next token, on the device; part of a captured step."""
+        """Lengths and positions of the next token, and the states that it begins from, on the
+        device; part of a captured step."""
+        self.pool.states.fetch(self.rows_B)
         self.lengths_B.add_(self._active_B)
         self.position_ids_B1.copy_((self.lengths_B - self._active_B)[:, None])
+
+    def put_back(self) -> None:
+        """The rows have the states that the forward has left; part of a captured step."""
+        self.pool.states.put_back(self.rows_B)
 
 
 class _DecodeLayer(CacheLayerMixin):
@@ -296,5 +348,13 @@ class _DecodeLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         raise AssertionError("the rows of a decode step have no one length")
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to do: the pool is there before the first forward."""
+
+
+class _DecodeBoth(_DecodeLayer, StateView):
+    """A layer that keeps a state beside keys and values."""
+
+    def __init__(self, batch: DecodeBatch, layer: AttentionLayer) -> None:
+        StateView.__init__(self, batch.pool.states.places(layer.index, batch.size), begun=True)
+        _DecodeLayer.__init__(self, batch, layer)

@@ -2,7 +2,8 @@
 
 A *row* is one sequence. Layers of one kind (full attention, or one sliding window) share block
 ids: block 7 of a row is block 7 in each of them. A row of a window owns a ring of blocks that is
-reused, one of full attention as many as it is long. A row that is opened with a promise gets its
+reused, one of full attention as many as it is long, and what a layer carries in a state of fixed
+size has its place in `state_rows`. A row that is opened with a promise gets its
 blocks whenever it needs them: more is never promised than there is, so nothing is evicted in the
 middle of an answer. Ownership and lengths live on the host, as plain numbers; what a step needs of
 them on the device, the step has (`kv_cache`).
@@ -18,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from hotset.core.errors import RequestError
-from hotset.core.geometry import AttentionLayer
+from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.kernels.attention import ring_blocks
 from hotset.runtime.kv_blocks import BlockAllocator, PrefixIndex
+from hotset.runtime.state_rows import StateRows
 
 # Tokens of a block. A row wastes half a block on average, and a ring up to one block and what
 # rounding adds (a window of 128: 160 tokens with blocks of 32, 192 with 64), which speaks for
@@ -52,7 +54,7 @@ class KVPool:
     """Pools of all layers, and their rows.
 
     Args:
-        layers: what `find_attention` found.
+        layers, states: what `find_attention` found.
         num_rows: sequences at a time.
         context_tokens: most tokens of one of them.
         dtype: of keys and values.
@@ -61,18 +63,22 @@ class KVPool:
         full_tokens: tokens of all rows together that full attention has room for; default
             `num_rows * context_tokens`, with which no admitted row can run out of blocks.
         prefix_grain: reuse blocks of equal prefixes in whole multiples of so many tokens; `None`
-            reuses none. A ring has lost what it held, so all layers must be of full attention.
+            reuses none. A ring has lost what it held, and a state what it was before, so all
+            layers must be of full attention.
+        num_places: most places of a decode step.
         poison: fill the pools with NaN, so that reading what was not written shows.
     """
 
     def __init__(  # noqa: PLR0913 - sizes of a pool, once
         self,
         layers: Sequence[AttentionLayer],
+        states: Sequence[StateLayer] = (),
         *,
         num_rows: int,
         context_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_places: int = 1,
         block_tokens: int = BLOCK_TOKENS,
         full_tokens: int | None = None,
         prefix_grain: int | None = None,
@@ -95,18 +101,21 @@ class KVPool:
             if poison:
                 keys.fill_(torch.nan)
                 values.fill_(torch.nan)
+        self.states = StateRows(
+            states, num_rows=num_rows, num_places=num_places, device=device, poison=poison
+        )
         self.lengths = [0] * num_rows
         self._open: dict[int, int] = {}  # row -> blocks of full attention that it may come to own
         self.prefixes: PrefixIndex | None = None
         if prefix_grain is not None:
-            assert set(self.kinds) == {None}, "rings cannot be shared"
+            assert set(self.kinds) == {None} and not states, "neither rings nor states are shared"
             self.prefixes = PrefixIndex(
                 self.kinds[None].allocator, block_tokens=block_tokens, grain_tokens=prefix_grain
             )
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pools; equal to what `kv_pool_bytes` says beforehand."""
+        """Bytes of keys and values; equal to what `kv_pool_bytes` says beforehand."""
         return sum(tensor.nbytes for pair in self.pools.values() for tensor in pair)
 
     @property
@@ -214,6 +223,7 @@ class KVPool:
             kind.allocator.free(kind.table_RN[row, : kind.num_owned[row]].tolist())
             kind.table_RN[row], kind.num_owned[row] = 0, 0
         self.lengths[row] = 0
+        self.states.close(row)
         del self._open[row]
 
     def _missing(self, kind: KVKind, row: int, num_tokens: int) -> int:
@@ -232,7 +242,7 @@ def kv_pool_bytes(
     block_tokens: int = BLOCK_TOKENS,
     full_tokens: int | None = None,
 ) -> int:
-    """Bytes that the pools of a `KVPool` with these arguments take."""
+    """Bytes that keys and values of a `KVPool` with these arguments take."""
     sizes = _num_blocks(layers, num_rows, context_tokens, block_tokens, full_tokens)
     return sum(
         sizes[layer.window][1]

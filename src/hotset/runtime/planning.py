@@ -18,6 +18,7 @@ from hotset.core.sweep import sweep_contexts
 from hotset.core.units import MIB
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
+from hotset.runtime.state_rows import state_bytes
 
 # `Engine.logits` asks for every token's logits; it runs in chunks whose logits stay below this.
 LOGITS_BYTES = 64 * MIB
@@ -95,8 +96,9 @@ def logits_chunk(geometry: ModelGeometry) -> int:
     return max(1, LOGITS_BYTES // (geometry.vocab * (DTYPE_BYTES[geometry.dtype] + 4)))
 
 
-def _rounding(geometry: ModelGeometry, num_rows: int) -> int:
+def _rounding(geometry: ModelGeometry, config: EngineConfig) -> int:
     """Most by which the pool exceeds the cache that the planner counts."""
+    num_rows = config.max_batch
     # One token more than whole blocks, and longer than every window.
     windows = [layer.window or 0 for layer in geometry.attention]
     context = (max(windows) // BLOCK_TOKENS + 2) * BLOCK_TOKENS + 1
@@ -107,6 +109,7 @@ def _rounding(geometry: ModelGeometry, num_rows: int) -> int:
         full_tokens=context,
         element_bytes=DTYPE_BYTES[geometry.dtype],
     )
+    pool += state_bytes(geometry.states, num_rows=num_rows, num_places=max(config.batch_sizes))
     counted = geometry.kv_bytes_per_token * context + geometry.kv_fixed_bytes * num_rows
     return max(0, pool - counted)
 
@@ -116,8 +119,10 @@ def _workspaces(
 ) -> Iterator[Workspace]:
     yield Workspace("logits", "of a text, a part at a time", fixed_bytes=LOGITS_BYTES)
     if geometry.attention:
-        rounding = _rounding(geometry, config.max_batch)
-        yield Workspace("KV blocks", "rounding up to whole blocks", fixed_bytes=rounding)
+        note = "rounding up to whole blocks"
+        if geometry.states:
+            note += ", and states that a decode step works on"
+        yield Workspace("KV blocks", note, fixed_bytes=_rounding(geometry, config))
     if geometry.attention and config.max_batch > 1:
         # The planner counts the sampling of one row.
         more = (config.num_sampler_rows - 1) * geometry.vocab * SAMPLING_BYTES_PER_LOGIT

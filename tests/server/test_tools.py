@@ -6,9 +6,16 @@ import json
 from typing import Any
 
 import anthropic
+import numpy as np
 import openai
 import pytest
+import torch
 from clients import NAME, Scripted
+
+from hotset.core.request import TokenMatcher
+from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
+from hotset.runtime.text import Text
+from vocabulary import BYTE_VOCAB, EOS, SPECIALS, byte_ids
 
 MESSAGES: Any = [{"role": "user", "content": "Weather in Bonn and Köln?"}]
 SCHEMA: Any = {
@@ -68,6 +75,71 @@ def test_one_call_where_no_more_are_wanted(server: Scripted) -> None:
     assert choice.message.tool_calls is not None and len(choice.message.tool_calls) == 1
     assert choice.finish_reason == "tool_calls"
     server.ended()
+
+
+FORCED: Any = [
+    *TOOLS,
+    {"type": "function", "function": {"name": "news", "parameters": {"type": "object"}}},
+]
+ONE_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
+
+
+def allows(matcher: TokenMatcher, text: str) -> bool:
+    """Whether an answer may be this text, byte by byte, and end there."""
+    words = np.zeros(num_words(BYTE_VOCAB), dtype=np.int32)
+    for token in (*byte_ids(text), SPECIALS.index(EOS)):
+        if matcher.is_complete:
+            return token == SPECIALS.index(EOS)
+        matcher.fill_mask(words)
+        if not unpack_mask(torch.from_numpy(words)[None], BYTE_VOCAB)[0, token]:
+            return False
+        if token != SPECIALS.index(EOS):
+            matcher.accept(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "is_allowed"),
+    [
+        ("required", ONE_CALL, True),
+        ("required", CALLS, True),
+        ("required", ONE_CALL.replace("weather", "news"), True),
+        ("required", ONE_CALL.replace("Bonn", "").replace("city", "town"), False),
+        ("required", "It rains.", False),
+        ("required", "", False),
+        ("weather", ONE_CALL, True),
+        ("weather", CALLS, False),
+        ("weather", ONE_CALL.replace("weather", "news"), False),
+    ],
+)
+def test_a_call_that_must_be_made(
+    server: Scripted, choice: str, text: str, is_allowed: bool
+) -> None:
+    server.say(ONE_CALL)
+    wanted: Any = choice
+    if choice != "required":
+        wanted = {"type": "function", "function": {"name": choice}}
+    done = server.openai().chat.completions.create(
+        model=NAME, messages=MESSAGES, tools=FORCED, tool_choice=wanted
+    )
+    assert done.choices[0].finish_reason == "tool_calls"
+    matcher = server.scheduler.last.matcher
+    assert matcher is not None and allows(matcher, text) == is_allowed
+
+
+def test_calls_that_cannot_be_forced_are_refused(
+    server: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, named = server.openai().chat.completions, {"type": "function"}
+    for extra, words in (
+        ({"tool_choice": "required"}, "there are no `tools`"),
+        ({"tools": TOOLS, "tool_choice": {**named, "function": {"name": "news"}}}, "no such tool"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.create(model=NAME, messages=MESSAGES, **extra)  # type: ignore[call-overload]
+    monkeypatch.setattr(Text, "chat_template", "<tool_call> <function=")  # Qwen3-Coder's
+    with pytest.raises(openai.BadRequestError, match="this model's form cannot be forced"):
+        client.create(model=NAME, messages=MESSAGES, tools=TOOLS, tool_choice="required")
 
 
 def test_no_tools_no_calls(server: Scripted) -> None:

@@ -16,7 +16,7 @@ from hotset.core.request import SamplingParams
 from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
 from hotset.runtime.grammar import GrammarCompiler, Matcher
 from hotset.runtime.sampling import Sampler
-from vocabulary import BYTE_VOCAB, byte_ids, byte_tokenizer
+from vocabulary import BYTE_VOCAB, SPECIALS, byte_ids, byte_tokenizer
 
 END, VOCAB = 1, BYTE_VOCAB + 40  # more logits than the tokenizer has ids
 SCHEMA: dict[str, Any] = {
@@ -109,6 +109,15 @@ def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
     sampler.start(0, SamplingParams(temperature=1.0, seed=5))
     free = [sampler.draw(0, logits_V).token for _ in ids]
     assert free != ids and not sampler.needs_host(0), "control: without it they are other tokens"
+
+
+def test_marks_are_special_tokens_where_there_is_one(compiler: GrammarCompiler) -> None:
+    matcher = compiler.lark(f"start: {compiler.mark('<end>')} {compiler.mark('<call>')}")
+    assert allowed(matcher) == {SPECIALS.index("<end>")}
+    for token in (SPECIALS.index("<end>"), *byte_ids("<call>")):
+        assert token in allowed(matcher)
+        matcher.accept(token)
+    assert matcher.is_complete
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,8 @@ class GrammarCompiler:
             )
         size = max(vocab, len(tokenizer))
         ends = sorted(stop_ids) or tokenizer.eos_token_id
+        added = tokenizer.added_tokens_decoder.values()
+        self._special_tokens = {token.content for token in added if token.special}
         self._matchers = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=ends
@@ -128,13 +130,25 @@ class GrammarCompiler:
         """
         return self._compile(self._matchers.grammar_from_regex(pattern), "regular expression")
 
-    def lark(self, grammar: str) -> Matcher:
+    def mark(self, text: str) -> str:
+        """Lark source of a text that may be a special token, which no string of Lark matches."""
+        return text if text in self._special_tokens else json.dumps(text)
+
+    def json_rule(self, schema: Mapping[str, Any]) -> str:
+        """Lark source of JSON that follows a schema."""
+        return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
+
+    def lark(self, grammar: str, *, what: str = "grammar") -> Matcher:
         """Text of a context-free grammar in llguidance's form of Lark.
+
+        Args:
+            grammar: its source.
+            what: it is called in errors.
 
         Raises:
             RequestError: it is none, or has something that cannot be held to.
         """
-        return self._compile(self._matchers.grammar_from_lark(grammar), "grammar")
+        return self._compile(self._matchers.grammar_from_lark(grammar), what)
 
     def _compile(self, grammar: str, what: str) -> Matcher:
         # A warning says that a keyword is not held to: that is an error here.

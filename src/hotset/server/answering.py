@@ -16,11 +16,11 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 
 from hotset.core.errors import HotsetError, QueueFullError
-from hotset.core.request import TokenMatcher
 from hotset.runtime.requests import Request
 from hotset.server.answers import Answers, Choice
 from hotset.server.ask import Ask, Usage, Whole
 from hotset.server.errors import ANTHROPIC_PATHS, HttpError, Problem, problem_of
+from hotset.server.forced import make_matcher
 from hotset.server.prompts import Prompts
 from hotset.server.served import Served
 from hotset.server.speech import AnswerText, Plain, make_speech
@@ -146,19 +146,15 @@ class Answering:
             max_tokens=ask.max_tokens,
             sampling=sampling,
             stop_ids=frozenset() if ask.ignore_eos else self._served.stop_ids,
-            matcher=self._matcher(ask),
+            matcher=make_matcher(self._served.text, ask),
         )
         return ask, request
-
-    def _matcher(self, ask: Ask) -> TokenMatcher | None:
-        """What one answer has to follow."""
-        return None if ask.schema is None else self._served.text.grammars.json_schema(ask.schema)
 
     def _another(self, ask: Ask, request: Request, number: int) -> Request:
         """The request of a choice: what it has to follow, and a seed gives each one of its own."""
         if number == 0:
             return request
-        request = replace(request, matcher=self._matcher(ask))
+        request = replace(request, matcher=make_matcher(self._served.text, ask))
         seed = request.sampling.seed
         if seed is None:
             return request

@@ -93,8 +93,8 @@ def make_speech(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> Speech:
         prompt_ids: its prompt, which may have opened the reasoning already.
 
     Raises:
-        RequestError: tools of a model whose calls are not understood, or a schema where the answer
-            does not begin with what it is about.
+        RequestError: tools of a model whose calls are not understood, or a schema or forced call
+            where the answer does not begin with it.
     """
     if ask.messages is None:
         return Plain()
@@ -103,27 +103,24 @@ def make_speech(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> Speech:
     tools = {tool.name: tool.parameters for tool in wanted}
     parser = make_parser(text.chat_template, tools=tools, prompt=prompt)
     if ask.schema is not None:
-        _check_schema(parser, is_called=bool(wanted))
+        if wanted:
+            raise RequestError(
+                "`response_format` cannot be combined with `tools`", option="response_format"
+            )
+        _check_beginning(parser, "response_format")
         return Plain()
     if wanted and parser is None:
         raise RequestError("how this model calls `tools` is not known", option="tools")
     if wanted and ask.tool_choice != "auto":
-        raise RequestError(
-            f"`tool_choice` is `{ask.tool_choice}`, only `auto` and `none` are supported",
-            option="tool_choice",
-        )
+        _check_beginning(parser, "tool_choice")
     return parser or Plain()
 
 
-def _check_schema(parser: Speech | None, *, is_called: bool) -> None:
-    """The schema holds from the first token on, so nothing may come before the answer."""
-    if is_called:
-        raise RequestError(
-            "`response_format` cannot be combined with `tools`", option="response_format"
-        )
+def _check_beginning(parser: Speech | None, option: str) -> None:
+    """What an option asks for holds from the first token on, so nothing may come before it."""
     if parser is not None and parser.begins_apart:
         raise RequestError(
-            "this model's answer begins with reasoning, which `response_format` does not allow",
+            f"this model's answer begins with reasoning, which `{option}` does not allow",
             hint="turn it off, with `chat_template_kwargs` such as `{'enable_thinking': false}`",
-            option="response_format",
+            option=option,
         )

@@ -28,6 +28,11 @@ FLAGS = {
         *("--profile", "--record", "--strict"),
         *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
     ],
+    "hotset chat": [
+        *MEMORY,
+        *("--api-key", "--history", "--json", "--kernels", "--max-tokens", "--policy", "--seed"),
+        *("--system", "--temperature", "--top-p"),
+    ],
     "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset serve": [
         *MEMORY,
@@ -69,13 +74,18 @@ FLAGS = {
         *("--no-match", "--rows", "--shape", "--tokens"),
     ],
     "hotset bench decode": [
-        *("--cases", "--context", "--device", "--format", "--json", "--layers"),
-        *("--most-context", "--rows", "--shape", "--steps", "--vram"),
+        *("--batch", "--context", "--device", "--format", "--json", "--layers"),
+        *("--most-context", "--offload-layers", "--plot", "--policies", "--rows", "--shape"),
+        *("--slots", "--steps", "--vram"),
     ],
     "hotset bench prefill": [
         *("--device", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
         *("--prefill-chunk", "--repeats", "--rows", "--shape", "--slots", "--staging"),
         *("--tokens", "--vram"),
+    ],
+    "hotset bench serve": [
+        *("--device", "--json", "--kernels", "--layers", "--long-prompt", "--prefill-share"),
+        *("--prompt-tokens", "--rows", "--shape", "--slots", "--streams", "--tokens", "--vram"),
     ],
     "hotset bench generate": [
         *("--context", "--device", "--format", "--json", "--kernels", "--layers", "--max-tokens"),

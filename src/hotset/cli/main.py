@@ -13,6 +13,7 @@ from typing import NoReturn
 import typer
 
 from hotset.cli import bench, profile
+from hotset.cli.chat import chat
 from hotset.cli.doctor import doctor
 from hotset.cli.generate import generate
 from hotset.cli.heat import heat
@@ -36,6 +37,7 @@ app = typer.Typer(
     help="Run Mixture-of-Experts language models larger than the GPU's memory.",
 )
 app.command()(generate)
+app.command()(chat)
 app.command()(plan)
 app.command()(serve)
 app.command()(verify)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hotset.bench.random_weights import RandomWeights
 from hotset.core.errors import CapacityError
 from hotset.experts.store import ExpertStore
 
+# Of the whole grammar of `bench decode`, as little as shows every row.
+DECODE = ("--context", "16", "--most-context", "128", "--steps", "4", "--offload-layers", "1")
 TINY = ("--shape", "tiny", "--device", "cpu")
 
 
@@ -42,7 +45,14 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (("generate", "--max-tokens", "1"), "`--max-tokens` is 1, the least is 2"),
         (("generate", "--context", str(10**23)), "`--context` is 100000000000000000000000, the"),
         (("generate", "--rows", "."), "`--rows .` cannot be written"),
-        (("decode", "x.npz", "--cases", "static:2"), "`--cases` has a share of 2"),
+        (("decode", "x.npz", "--policies", "mru"), "`--policies` has `mru`, it knows half-life"),
+        (("decode", "x.npz", "--policies", "forecast"), "`--policies` has `forecast`, it knows"),
+        (("decode", "x.npz", "--policies", "lru:4"), "policy `lru` has no `half_life`"),
+        (("decode", "x.npz", "--policies", "random:4"), "`--policies` has `random:4`, which has"),
+        (("decode", "x.npz", "--policies", "half-life:x"), "`--policies` has `half-life:x`, which"),
+        (("decode", "x.npz", "--policies", "half-life:0"), "`half_life` is 0, the least is 0.1"),
+        (("decode", "x.npz", "--batch", "1,65"), "`--batch` has 65, the most is 64"),
+        (("decode", "x.npz", "--plot", "x.pdf"), "`--plot` is `x.pdf`"),
         (("decode", "x.npz", "--steps", "0"), "`--steps` is 0, the least is 1"),
         (("decode", "x.npz", "--most-context", "8"), "`--most-context` is 8, the least is 1344"),
     ],
@@ -132,3 +142,77 @@ def test_experts_of_a_format_are_measured(run, name: str) -> None:
     done = run("bench", "experts", "--format", name, "--hits", "0.5", *TINY)
     assert done.code == 0
     assert f"tiny {name}, 1 token, 50% hits" in done.out
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six texts of a model with 4 experts, top-1: layer 0 goes round all four of them, layer 1
+    uses the last one alone. The tiny shape, 8 experts and top-2, replays two streams of it."""
+    ids = np.stack([np.arange(80) % 4, np.full(80, 3)], axis=1)[None, :, :, None]
+    path = tmp_path_factory.mktemp("trace") / "made-up.npz"
+    np.savez(path, prose=np.repeat(ids, 6, axis=0).astype(np.uint8))
+    return path
+
+
+def test_decode_by_policy_slots_and_batch(run, trace: Path, tmp_path: Path) -> None:
+    """Every row, against every baseline, and the picture."""
+    picture = tmp_path / "decode.svg"
+    policies = ("--policies", "half-life:4,static-global,static-uniform,none", "--slots", "0.25")
+    batches = ("--batch", "1,2", "--vram", "1GiB")
+    done = run("bench", "decode", trace, *policies, *batches, *DECODE, *TINY, "--plot", picture,
+               "--json")  # fmt: skip
+    assert done.code == 0, done.err
+    rows = {(r["case"], r["figure"]): r for r in json.loads(done.out)["rows"]}
+    for batch in ("", ", batch 2"):
+        none = f"tiny, no cache, 16 context{batch}"
+        assert rows[none, "hit rate"]["p50"] == 0
+        for policy in ("half-life 4", "static-global", "static-uniform"):
+            case = f"tiny, 25% slots, {policy}, 16 context{batch}"
+            assert rows[case, "whole step"]["ratio_to_sol"] > 0
+            assert rows[case, "whole step"]["baseline"] == "prediction"
+            assert rows[case, "decode"]["baseline"] == "no cache"
+            against = rows[case, "decode, against accelerate offload"]
+            theirs = f"tiny, 25% of layers on the device, accelerate offload, 16 context{batch}"
+            ratio = rows[case, "decode"]["p50"] / rows[theirs, "decode"]["p50"]
+            assert against["ratio_to_baseline"] == pytest.approx(ratio)
+            assert rows[case, "link bytes per token"]["baseline"] == "static-uniform"
+    case = "tiny, 25% slots, {}, 16 context"
+    # Two slots a layer: both streams of layer 1, and of layer 0 one of four ids in each or two of
+    # one; so 1 + 0.25 of 2 in the mean. With all four slots where they are used most it is the
+    # same, as layer 1 uses no more than two.
+    assert rows[case.format("static-uniform"), "hit rate"]["p50"] == pytest.approx(0.625)
+    assert rows[case.format("static-uniform"), "slots"]["p50"] == 4 * 12288
+    # Misses 1.5 of the 4 routed ids, 12 KiB each.
+    assert rows[case.format("static-uniform"), "link bytes per token"]["p50"] == 1.5 * 12288
+    fills = "tiny, every expert missing, 16 context"
+    assert rows[fills, "misses that were filled"]["p50"] == 1
+    assert rows[fills, "hit rate, fills on"]["p50"] == 0
+    assert rows[fills, "step, fills on"]["baseline"] == "fills off"
+    text = picture.read_text()
+    assert all(name in text for name in ("half-life 4, batch 2", "no cache", "accelerate offload"))
+
+
+def test_decode_with_a_budget(run, trace: Path) -> None:
+    """A budget is worth the slots for which it has room, beside all else in the plan."""
+    flags = ("--vram", "1GiB", "--policies", "random", "--offload-layers", "0", *DECODE[:-2], *TINY)
+    done = run("bench", "decode", trace, "--slots", "1MiB", *flags)
+    assert done.code == 2 and done.last_words[0].startswith(
+        "error: `--slots 1MiB`: what is no slot"
+    )
+    least = float(done.last_words[0].split()[-2])  # MiB
+    budget = f"{least + 0.1:.2f}MiB"  # 100 KiB or so: half of 16 records of 12 KiB
+    done = run("bench", "decode", trace, "--slots", budget, *flags, "--json")
+    assert done.code == 0, done.err
+    found = {r["figure"]: r["p50"] for r in json.loads(done.out)["rows"] if "random" in r["case"]}
+    assert found["slots"] == pytest.approx(0.1 * 2**20, abs=0.01 * 2**20)  # two decimals of MiB
+    assert found["device memory with them"] == pytest.approx((least + 0.1) * 2**20, rel=1e-3)
+
+
+def test_decode_wants_room_for_all(run, trace: Path) -> None:
+    done = run("bench", "decode", trace, *DECODE, *TINY)  # on a CPU without a budget: no slots
+    assert done.code == 2 and "this benchmark wants one for each" in done.err
+
+
+def test_decode_wants_a_text_for_each_row(run, trace: Path) -> None:
+    done = run("bench", "decode", trace, "--vram", "1GiB", "--batch", "4", *DECODE, *TINY)
+    assert done.code == 2 and "for 4 rows" in done.err

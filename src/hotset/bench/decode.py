@@ -1,62 +1,45 @@
 """`bench decode`: the whole decode step of a random model, with routing replayed from a trace.
 
-One engine has a slot for every expert; how many of them experts own at the start is what a case
-changes, and since a fill only ever swaps owners, that is the same as having so many slots. The KV
-cache is filled with random numbers to the wanted length, not prefilled.
+In one run, for every batch size: policies side by side under each number of slots, no cache at all,
+stock transformers with accelerate's offload, what fills cost, and for one row the step without
+experts. Makes rows of what `decode_run` measures.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-import torch
 
+from hotset.bench.decode_cases import NO_CACHE, DecodeCase, budget_bytes, percent
+from hotset.bench.decode_run import DecodeRun, Measured
+from hotset.bench.offload import OffloadedDecode, time_offloaded_decode
 from hotset.bench.rates import measure_rates
-from hotset.bench.replay import Replay, ReplayedRouting
+from hotset.bench.replay import Replay, never_again
 from hotset.bench.rows import Row, Spread
-from hotset.bench.timing import time_ms
-from hotset.core.costmodel import Rates, decode_step
-from hotset.core.placement import Matches, Placement
-from hotset.core.policy import HalfLife
-from hotset.core.slot_pools import BoolArray
-from hotset.kernels.attention import AttentionKernels
-from hotset.models.seam import ExpertsFunction
-from hotset.runtime.decode import MOST_IN_FLIGHT, DecodeStep
+from hotset.core.costmodel import decode_step, predict_step
+from hotset.core.placement import Placement
+from hotset.core.policy import FloatArray, Lru, NoPolicy, StaticUniform, make_policy
 from hotset.runtime.engine import Engine
-from hotset.runtime.fills import FillPlanner
-from hotset.runtime.moe import MoERunner
-from hotset.runtime.sampling import REPORT_WIDTH
+from hotset.runtime.planning import described
 
-# Steps before those that count: the clock of the card and the policy settle.
-_SETTLE_STEPS = 32
-
-
-@dataclass(frozen=True)
-class DecodeCase:
-    """One measurement.
-
-    Attributes:
-        slots: share of the experts of each layer that own a slot.
-        policy: `half-life` fills; `static` keeps those that the profile counted most; `random`
-            keeps a random set.
-    """
-
-    slots: float
-    policy: str
+# The figure of a whole step in tokens per second, and who else has it.
+SPEED = "decode"
+OFFLOAD = "accelerate offload"
+_BARE_CONTEXTS = (1024, 8192, 32768)
+_OFFLOAD_REPEATS = 5
 
 
 class DecodeBench:
-    """An engine's decode step under replayed routing.
+    """Decode steps of an engine.
 
     Args:
         engine: with a slot for every expert and a KV pool; its placement is changed.
-        replay: what is routed.
-        profile_LE: uses of each expert in other texts, for `static`.
+        replay: what is routed, with rows for the largest batch.
+        prior_LE: uses per token of each expert in other texts: what policies know beforehand.
         shape: its name, for the rows.
-        context: tokens in the cache at the first step that counts.
+        context: tokens in the cache of each row at the first step that counts.
         num_steps: steps that count.
     """
 
@@ -64,188 +47,212 @@ class DecodeBench:
         self,
         engine: Engine,
         replay: Replay,
-        profile_LE: np.ndarray,
+        prior_LE: FloatArray,
         *,
         shape: str,
         context: int,
         num_steps: int,
     ) -> None:
-        assert engine.decoding is not None, engine.geometry.attention_reason
-        self._engine, self._pool = engine, engine.decoding.pool
-        self._options = engine.decoding.options
-        self._routing = ReplayedRouting(replay, device=engine.device)
-        self._note, self._profile_LE = replay.note, profile_LE
+        self._engine, self._replay, self._prior_LE = engine, replay, prior_LE
         self._shape, self._context, self._num_steps = shape, context, num_steps
-        for pair in self._pool.pools.values():
-            for tensor in pair:
-                tensor.normal_()
+        self._num_experts = [layer.num_experts for layer in engine.geometry.layers]
+        self._rates = measure_rates(engine.store)
 
-    def run(self, cases: Sequence[DecodeCase]) -> Iterator[Row]:
-        """Rates of the machine, then each case."""
-        rates = measure_rates(self._engine.store)
+    def run(
+        self, cases: Sequence[DecodeCase], batches: Sequence[int], *, offload_layers: int
+    ) -> Iterator[Row]:
+        """Rates of the machine, then for each batch size what the cases are compared with and
+        each case. Static sets come first, as others are compared with them.
+
+        Args:
+            offload_layers: layers that the comparison with accelerate is cut to; 0 leaves it out.
+        """
         for name in ("link", "copy", "hbm"):
-            spread = Spread.of([getattr(rates, f"{name}_gbps")])
+            spread = Spread.of([getattr(self._rates, f"{name}_gbps")])
             yield Row(bench="rates", case=self._shape, figure=name, unit="GB/s", **vars(spread))
-        yield from self._resident_path(rates)
-        plain = self._step(fills=None)
-        for case in cases:
-            if case.policy != HalfLife.name:
-                yield from self._measure(case, plain, None, rates)
-        del plain
-        for case in cases:
-            if case.policy == HalfLife.name:
-                fills = self._planner(case)
-                yield from self._measure(case, self._step(fills=fills), fills, rates)
+        offloaded: dict[int, OffloadedDecode] = {}
+        if offload_layers:
+            offloaded = time_offloaded_decode(
+                self._engine,
+                batches,
+                context_tokens=self._context,
+                num_layers=offload_layers,
+                repeats=_OFFLOAD_REPEATS,
+            )
+        ordered = sorted(cases, key=lambda case: case.choice.policy != StaticUniform.name)
+        for size in batches:
+            replay = self._replay.first_rows(size)
+            run = DecodeRun(self._engine, replay, context=self._context, num_steps=self._num_steps)
+            if size == 1:
+                yield from self._without_experts(run)
+                yield from self._fill_cost(run)
+            yield from self._batch(run, ordered, offloaded.get(size))
 
-    def _resident_path(self, rates: Rates) -> Iterator[Row]:
+    def _batch(
+        self, run: DecodeRun, cases: Sequence[DecodeCase], offloaded: OffloadedDecode | None
+    ) -> Iterator[Row]:
+        none = self._measure(run, NO_CACHE)
+        static: dict[float, Measured] = {}
+        if offloaded is not None:
+            for share in sorted({case.slots for case in cases}):
+                yield from self._offload_rows(run, share, offloaded.at(share))
+        yield from self._rows(run, NO_CACHE, none, none, none, offloaded)
+        for case in cases:
+            measured = self._measure(run, case)
+            if case.choice.policy == StaticUniform.name:
+                static[case.slots] = measured
+            yield from self._rows(run, case, measured, none, static.get(case.slots), offloaded)
+
+    def _measure(self, run: DecodeRun, case: DecodeCase) -> Measured:
+        policy = case.choice.make(self._num_experts, self._prior_LE)
+        return run.measure(case.placement(policy, self._engine.pools), policy)
+
+    def _rows(
+        self,
+        run: DecodeRun,
+        case: DecodeCase,
+        measured: Measured,
+        none: Measured,
+        static: Measured | None,
+        offloaded: OffloadedDecode | None,
+    ) -> Iterator[Row]:
+        name = self._name(run, case.words)
+        sol, expected = self._speed_of_light_ms(run, measured), self._expected_ms(run, measured)
+        speed, link = self._speed(run, measured), self._link_bytes(measured)
+        plan, geometry = self._engine.plan, self._engine.geometry
+        p50 = Spread.of(measured.times).p50
+        yield self._row(
+            name,
+            "whole step",
+            "ms",
+            measured.times,
+            sol=sol,
+            against=("prediction", p50 / expected),
+        )
+        yield self._row(name, "predicted whole step", "ms", [expected])
+        against = ("no cache", speed / self._speed(run, none))
+        yield self._row(name, SPEED, "tokens/s", [speed], against=against)
+        if offloaded is not None:
+            theirs = 1e3 * run.size / offloaded.at(case.slots)
+            figure = f"{SPEED}, against {OFFLOAD}"
+            yield self._row(name, figure, "tokens/s", [speed], against=(OFFLOAD, speed / theirs))
+        yield self._row(name, "hit rate", "share", [measured.hit_rate])
+        base = None if static is None else self._link_bytes(static)
+        yield self._row(
+            name,
+            "link bytes per token",
+            "bytes",
+            [link / run.size],
+            against=(StaticUniform.name, link / base) if base and static is not none else None,
+        )
+        rate = link / float(np.mean(measured.times)) / 1e6
+        yield self._row(name, "link rate over the whole step", "GB/s", [rate])
+        yield self._row(name, "slots", "bytes", [case.slots * geometry.expert_bytes])
+        budget = budget_bytes(case.slots, plan, geometry)
+        yield self._row(name, "device memory with them", "bytes", [budget])
+
+    def _offload_rows(self, run: DecodeRun, share: float, step_ms: float) -> Iterator[Row]:
+        name = self._name(run, f"{percent(share)} of layers on the device, {OFFLOAD}")
+        yield self._row(name, "whole step", "ms", [step_ms])
+        yield self._row(name, SPEED, "tokens/s", [1e3 * run.size / step_ms])
+
+    def _without_experts(self, run: DecodeRun) -> Iterator[Row]:
         """The step without experts and sampling, at a few lengths of the cache."""
-        step = self._step(fills=None, experts=False)
         geometry = self._engine.geometry
         nothing = [0.0] * len(geometry.layers)
-        for context in (1024, 8192, 32768):
-            if context + 8 > self._pool.context_tokens:
-                continue
-            row = self._open(context)
-            step.start([row], [1])
-            times = time_ms(step.replay, device=self._engine.device, repeats=20, warmup=3)
-            self._pool.close(row)
-            sol = decode_step(geometry, rates, hits=nothing, misses=nothing, context_tokens=context)
-            spread = Spread.of(times)
-            yield Row(
-                bench="decode",
-                case=f"{self._shape}, {context} tokens of context",
-                figure="step without experts and sampling",
-                unit="ms",
-                **vars(spread),
+        for context in filter(run.has_room, _BARE_CONTEXTS):
+            sol = decode_step(
+                geometry, self._rates, hits=nothing, misses=nothing, context_tokens=context
+            )
+            yield self._row(
+                f"{self._shape}, {context} tokens of context",
+                "step without experts and sampling",
+                "ms",
+                run.time_without_experts(context),
                 sol=sol.total_ms,
-                ratio_to_sol=sol.total_ms / spread.p50,
             )
 
-    def _planner(self, case: DecodeCase) -> FillPlanner:
-        """A planner that has never wished, over the case's residents."""
-        engine = self._engine
-        engine.place(self._placement(case))
-        policy = HalfLife([layer.num_experts for layer in engine.geometry.layers], prior_LE=None)
-        return FillPlanner(policy, engine.store)
-
-    def _placement(self, case: DecodeCase) -> Placement:
+    def _fill_cost(self, run: DecodeRun) -> Iterator[Row]:
+        """The same misses with and without being filled: every expert in turn, so that LRU with
+        half of them in slots has always just lost the one that comes."""
         pools = self._engine.pools
-        rng = np.random.default_rng(0)
-        resident_LE: BoolArray = np.zeros((len(pools.num_experts), pools.max_experts), dtype=bool)
-        for layer, num_experts in enumerate(pools.num_experts):
-            count = round(case.slots * num_experts)
-            order = (
-                np.argsort(-self._profile_LE[layer], kind="stable")
-                if case.policy == "static"
-                else rng.permutation(num_experts)
-            )
-            resident_LE[layer, order[:count]] = True
-        return Placement.from_residents(pools, resident_LE)
-
-    def _step(self, *, fills: FillPlanner | None, experts: bool = True) -> DecodeStep:
-        engine = self._engine
-        assert engine.decoding is not None
-        return DecodeStep(
-            engine.model,
-            engine.geometry.layers,
-            [self._runner(layer, fills, experts) for layer in range(len(engine.geometry.layers))],
-            pool=self._pool,
-            size=1,
-            sample=engine.sampler if experts else _no_sampling,
-            attention=AttentionKernels(engine.kernels.name),
-            options=self._options,
-            log=engine.steps.log,
-            fills=fills,
-            before=self._routing.advance,
-            route=self._routing.ids,
+        replay = never_again(
+            self._engine.geometry, num_tokens=len(self._replay.ids_TBLK), num_rows=run.size
         )
+        nobody = make_policy(NoPolicy.name, num_experts=self._num_experts)
+        off = run.measure_alone(Placement(pools), nobody, replay)
+        lru = make_policy(Lru.name, num_experts=self._num_experts)
+        halved = np.array(self._num_experts) // 2
+        placement = Placement.from_residents(pools, lru.initial(pools, slots_per_layer=halved))
+        on = run.measure_alone(placement, lru, replay)
+        name = self._name(run, "every expert missing")
+        yield self._row(name, "step, fills off", "ms", off.times)
+        ratio = Spread.of(on.times).p50 / Spread.of(off.times).p50
+        yield self._row(name, "step, fills on", "ms", on.times, against=("fills off", ratio))
+        yield self._row(name, "misses that were filled", "share", [on.filled])
+        yield self._row(name, "hit rate, fills on", "share", [on.hit_rate])
 
-    def _runner(self, layer: int, fills: FillPlanner | None, experts: bool) -> ExpertsFunction:
-        if not experts:
-            return lambda x_TH, ids_TK, weights_TK: x_TH
-        engine = self._engine
-        return MoERunner(
-            layer,
-            engine.experts_module(layer),
-            store=engine.store,
-            kernels=engine.kernels,
-            log=engine.steps.log,
-            fills=fills.layers[layer] if fills else None,
-        )
-
-    def _open(self, context: int) -> int:
-        row = self._pool.open()
-        self._pool.reserve(row, context)
-        self._pool.grow(row, context)
-        return row
-
-    def _measure(
-        self, case: DecodeCase, step: DecodeStep, fills: FillPlanner | None, rates: Rates
-    ) -> Iterator[Row]:
-        if fills is None:
-            self._engine.place(self._placement(case))
-        self._routing.restart()
-        row = self._open(self._context)
-        step.start([row], [1])
-        times, used = self._loop(step, fills)
-        self._pool.close(row)
-        geometry = self._engine.geometry
-        hits, misses = (part.mean(axis=0) for part in used)
-        sol = decode_step(
-            geometry, rates, hits=hits, misses=misses, context_tokens=self._context
+    def _speed_of_light_ms(self, run: DecodeRun, measured: Measured) -> float:
+        return decode_step(
+            self._engine.geometry,
+            self._rates,
+            hits=measured.hits_L.tolist(),
+            misses=measured.misses_L.tolist(),
+            context_tokens=run.size * self._context,
         ).total_ms
-        spread = Spread.of(times)
-        name = f"{self._shape}, {case.slots:.0%} slots, {case.policy}, {self._context} context"
-        link = sum(m * x.expert.record_bytes for m, x in zip(misses, geometry.layers, strict=True))
-        yield Row(
+
+    def _expected_ms(self, run: DecodeRun, measured: Measured) -> float:
+        """The step as `core.costmodel` predicts it from the hits that it had, the rates of this run
+        and what is known of such a machine beforehand."""
+        known = described(self._engine.machine)
+        layer_us = 0.0 if known is None else known.rates().layer_us
+        used_L = measured.hits_L + measured.misses_L
+        cost = predict_step(
+            self._engine.geometry,
+            replace(self._rates, layer_us=layer_us),
+            hit_rates=(measured.hits_L / used_L).tolist(),
+            used=used_L.tolist(),
+            context_tokens=run.size * self._context,
+            num_rows=run.size,
+        )
+        return cost.total_ms
+
+    def _link_bytes(self, measured: Measured) -> float:
+        """Of one step."""
+        layers = self._engine.geometry.layers
+        misses = map(float, measured.misses_L)
+        return sum(m * layer.expert.record_bytes for m, layer in zip(misses, layers, strict=True))
+
+    @staticmethod
+    def _speed(run: DecodeRun, measured: Measured) -> float:
+        """Tokens per second of all rows together."""
+        return 1e3 * run.size / float(np.mean(measured.times))
+
+    def _name(self, run: DecodeRun, words: str) -> str:
+        batch = f", batch {run.size}" if run.size > 1 else ""
+        return f"{self._shape}, {words}, {self._context} context{batch}"
+
+    @staticmethod
+    def _row(
+        case: str,
+        figure: str,
+        unit: str,
+        values: list[float],
+        *,
+        sol: float | None = None,
+        against: tuple[str, float] | None = None,
+    ) -> Row:
+        """A row; `against` is a baseline and the ratio to it."""
+        spread = Spread.of(values)
+        baseline, ratio = against or (None, None)
+        return Row(
             bench="decode",
-            case=name,
-            figure="whole step",
-            unit="ms",
+            case=case,
+            figure=figure,
+            unit=unit,
             **vars(spread),
             sol=sol,
-            ratio_to_sol=sol / spread.p50,
+            ratio_to_sol=None if sol is None else sol / spread.p50,
+            baseline=baseline,
+            ratio_to_baseline=ratio,
         )
-        for figure, unit, value in (
-            ("decode", "tokens/s", 1e3 / float(np.mean(times))),
-            ("hit rate", "share", float(hits.sum() / (hits.sum() + misses.sum()))),
-            ("link bytes per token", "bytes", float(link)),
-            ("link rate over the whole step", "GB/s", float(link) / float(np.mean(times)) / 1e6),
-        ):
-            yield Row(
-                bench="decode", case=name, figure=figure, unit=unit, **vars(Spread.of([value]))
-            )
-
-    def _loop(
-        self, step: DecodeStep, fills: FillPlanner | None
-    ) -> tuple[list[float], tuple[np.ndarray, np.ndarray]]:
-        """Wall clock of each step in milliseconds, and hits and misses of each, [T, L].
-
-        As the engine does it: the next step is queued before the last one is taken in.
-        """
-        steps, total = self._engine.steps, _SETTLE_STEPS + self._num_steps
-        hits, misses, ends = [], [], []
-        launched = 0
-        for count in range(total):
-            with steps.exclusive():
-                while launched < min(total, count + MOST_IN_FLIGHT):
-                    step.launch()
-                    launched += 1
-                matches = self._account(step.finish().ids_LN, fills)
-            ends.append(time.perf_counter())
-            used_L = np.count_nonzero(matches.routed_LN, axis=1)
-            hits_L = np.count_nonzero(matches.hit_LN, axis=1)
-            hits.append(hits_L)
-            misses.append(used_L - hits_L)
-        times = np.diff(ends)[_SETTLE_STEPS - 1 :] * 1e3
-        counted = slice(_SETTLE_STEPS, None)
-        return times.tolist(), (np.array(hits)[counted], np.array(misses)[counted])
-
-    def _account(self, ids_LN: np.ndarray, fills: FillPlanner | None) -> Matches:
-        if fills is not None:
-            return fills.end_step(ids_LN)
-        return self._engine.steps.hits(ids_LN)
-
-
-def _no_sampling(logits_BV: torch.Tensor, rows_B: torch.Tensor) -> torch.Tensor:
-    return logits_BV.new_ones(len(logits_BV), REPORT_WIDTH, dtype=torch.int64)

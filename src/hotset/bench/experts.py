@@ -7,6 +7,7 @@ several sets of them take turns, so that no cache holds what is read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -71,8 +72,8 @@ def bench_experts(
     for case in cases:
         sets = [
             [
-                _route(layer, case, order, rng)
-                for layer, order in zip(store.layers, residents, strict=True)
+                _route(layer, index, case, order, rng)
+                for index, (layer, order) in enumerate(zip(store.layers, residents, strict=True))
             ]
             for _ in range(NUM_SETS)
         ]
@@ -105,11 +106,13 @@ def _half_resident(store: ExpertStore, orders: Sequence[np.ndarray]) -> Placemen
 
 
 def _route(
-    layer: MoELayer, case: ExpertsCase, order: np.ndarray, rng: np.random.Generator
+    layer: MoELayer, index: int, case: ExpertsCase, order: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Ids [T, K] of which exactly the wanted share is resident, rounded to whole experts."""
+    """Ids [T, K] of which the wanted share is resident: whole experts in a layer, exactly so many
+    in all layers together, up to one."""
     resident, others = order[: half(layer)], order[half(layer) :]
-    num_hits = round(case.hits * layer.top_k)
+    before, after = (math.floor(case.hits * layer.top_k * n + 0.5) for n in (index, index + 1))
+    num_hits = after - before
     rows = [
         np.concatenate(
             [

@@ -3,7 +3,7 @@
 A random router spreads tokens evenly and says nothing about caching; a trace does. Where the model
 has more experts, more top-k or more layers than the trace, independent streams of it (different
 texts) are put on disjoint ids, and deeper layers replay the trace's layers of further texts. What
-that distorts is said by `describe`.
+that distorts, `Replay.note` says.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import ModelGeometry
+from hotset.core.policy import FloatArray
 from hotset.core.slot_pools import IntArray
 from hotset.core.trace import Trace
 
@@ -24,26 +25,24 @@ class Replay:
     """Routed ids for a model.
 
     Attributes:
-        ids_TLK: [T, L, K] int64.
+        ids_TBLK: [T, B, L, K] int64, of T steps with B rows.
         note: how they were made, and what is not as in a real trace of this model.
     """
 
-    ids_TLK: IntArray
+    ids_TBLK: IntArray
     note: str
 
-    def counts(self, geometry: ModelGeometry) -> IntArray:
-        """Tokens that used each expert, [L, E]."""
-        num_experts = max(layer.num_experts for layer in geometry.layers)
-        return np.stack(
-            [
-                np.bincount(ids.ravel(), minlength=num_experts)
-                for ids in self.ids_TLK.transpose(1, 0, 2)
-            ]
-        )
+    def first_rows(self, num_rows: int) -> Replay:
+        """The same for fewer rows."""
+        return Replay(self.ids_TBLK[:, :num_rows], self.note)
 
 
-def map_trace(trace: Trace, geometry: ModelGeometry, *, num_tokens: int) -> Replay:
+def map_trace(
+    trace: Trace, geometry: ModelGeometry, *, num_tokens: int, num_rows: int = 1
+) -> Replay:
     """Builds `num_tokens` steps of routing for a model whose layers are all alike.
+
+    Each row replays other texts.
 
     Raises:
         ConfigError: the model's experts and top-k are not multiples of the trace's, or the trace
@@ -51,28 +50,60 @@ def map_trace(trace: Trace, geometry: ModelGeometry, *, num_tokens: int) -> Repl
     """
     num_layers, layer = len(geometry.layers), geometry.layers[0]
     trace_experts, trace_layers = trace.max_experts, trace.num_layers
-    sequences = [trace.ids_of(s) for s in trace.sequences]
-    top_k = sequences[0].shape[2]
-    streams, rest = divmod(layer.top_k, top_k)
-    if rest or streams * trace_experts > layer.num_experts:
+    streams, top_k = _streams(trace, geometry)
+    texts = _texts([trace.ids_of(s) for s in trace.sequences], num_tokens)
+    if len(texts) < num_rows:
         raise ConfigError(
-            f"a trace with {trace_experts} experts, top-{top_k}, cannot be mapped onto "
+            f"the trace has {len(texts)} texts of {num_tokens} tokens for {num_rows} rows",
+            hint="take fewer steps, a smaller batch, or a longer trace",
+        )
+    ids_TBLK = np.empty((num_tokens, num_rows, num_layers, layer.top_k), dtype=np.int64)
+    for row, index, stream in np.ndindex(num_rows, num_layers, streams):
+        text = texts[(row + index // trace_layers * streams + stream) % len(texts)]
+        part = text[:num_tokens, index % trace_layers] + stream * trace_experts
+        ids_TBLK[:, row, index, stream * top_k : (stream + 1) * top_k] = part
+    used = f"{streams} independent streams of {trace_experts} experts, top-{top_k}"
+    note = f"{used}; layer l replays layer l mod {trace_layers} of another text"
+    if unused := layer.num_experts - streams * trace_experts:
+        note += f"; {unused} experts of each layer are never used"
+    return Replay(ids_TBLK, note)
+
+
+def map_profile(trace: Trace, geometry: ModelGeometry) -> FloatArray:
+    """Uses per token of each expert, [L, E], of all texts of a trace, mapped as `map_trace` does.
+
+    Raises:
+        ConfigError: as there.
+    """
+    streams, _ = _streams(trace, geometry)
+    prior_LE = np.zeros((len(geometry.layers), geometry.layers[0].num_experts))
+    share_LE = trace.total_counts() / max(1, trace.num_tokens)
+    for index, row in enumerate(prior_LE):
+        row[: streams * trace.max_experts] = np.tile(share_LE[index % trace.num_layers], streams)
+    return prior_LE
+
+
+def never_again(geometry: ModelGeometry, *, num_tokens: int, num_rows: int = 1) -> Replay:
+    """Routing in which every expert comes back as late as it can: in turn, by ascending id."""
+    ids = [
+        np.arange(num_tokens * num_rows * layer.top_k).reshape(num_tokens, num_rows, layer.top_k)
+        % layer.num_experts
+        for layer in geometry.layers
+    ]
+    return Replay(np.stack(ids, axis=2), "every expert in turn")
+
+
+def _streams(trace: Trace, geometry: ModelGeometry) -> tuple[int, int]:
+    """Streams of the trace that one layer replays, and the top-k of each."""
+    layer, top_k = geometry.layers[0], trace.ids_TLK.shape[2]
+    streams, rest = divmod(layer.top_k, top_k)
+    if rest or streams * trace.max_experts > layer.num_experts:
+        raise ConfigError(
+            f"a trace with {trace.max_experts} experts, top-{top_k}, cannot be mapped onto "
             f"{layer.num_experts} experts, top-{layer.top_k}",
             hint="both must be multiples of the trace's, the top-k no more often than the experts",
         )
-    texts = _texts(sequences, num_tokens)
-    groups = layer.num_experts // trace_experts
-    ids_TLK = np.empty((num_tokens, num_layers, layer.top_k), dtype=np.int64)
-    for index in range(num_layers):
-        for stream in range(streams):
-            text = texts[(index // trace_layers * streams + stream) % len(texts)]
-            part = text[:num_tokens, index % trace_layers] + stream * trace_experts
-            ids_TLK[:, index, stream * top_k : (stream + 1) * top_k] = part
-    used = f"{streams} independent streams of {trace_experts} experts, top-{top_k}"
-    note = f"{used}; layer l replays layer l mod {trace_layers} of another text"
-    if groups > streams:
-        note += f"; {(groups - streams) * trace_experts} experts of each layer are never used"
-    return Replay(ids_TLK, note)
+    return streams, top_k
 
 
 def _texts(sequences: list[np.ndarray], num_tokens: int) -> list[np.ndarray]:
@@ -101,19 +132,20 @@ class ReplayedRouting:
     """
 
     def __init__(self, replay: Replay, *, device: torch.device) -> None:
-        self._table_TLK = torch.from_numpy(replay.ids_TLK).to(device)
+        self._table_TBLK = torch.from_numpy(replay.ids_TBLK).to(device, copy=True)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._now_1LK = self._table_TLK[:1].clone()
+        self._now_1BLK = self._table_TBLK[:1].clone()
 
-    def restart(self) -> None:
-        """The next step is the first of the replay again."""
+    def restart(self, replay: Replay) -> None:
+        """The next step is the first of a replay of the same size."""
+        self._table_TBLK.copy_(torch.from_numpy(replay.ids_TBLK))
         self._step.zero_()
 
     def advance(self) -> None:
         """Fetches the ids of the next step; goes round at the end."""
-        torch.index_select(self._table_TLK, 0, self._step, out=self._now_1LK)
-        self._step.add_(1).remainder_(len(self._table_TLK))
+        torch.index_select(self._table_TBLK, 0, self._step, out=self._now_1BLK)
+        self._step.add_(1).remainder_(len(self._table_TBLK))
 
     def ids(self, layer: int) -> torch.Tensor:
-        """Ids of one layer for the running step, [1, K]."""
-        return self._now_1LK[:, layer]
+        """Ids of one layer for the running step, [B, K]."""
+        return self._now_1BLK[0, :, layer]

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 import typer
 
 from hotset.cli.options import Json
-from hotset.cli.simulate_plot import check_plot_path
+from hotset.cli.plotting import check_plot_path
 from hotset.core.errors import ConfigError, HardwareError
 from hotset.core.heat import HeatMap
 from hotset.core.policy import DEFAULT_HALF_LIFE

@@ -1,36 +1,40 @@
-"""Draws times of prompts over their lengths. Needs matplotlib, which is an optional extra."""
+"""Draws times of prompts over their lengths."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from hotset.cli.plotting import OURS, Curve, draw_curves
 
 if TYPE_CHECKING:
     from hotset.bench.rows import Row
 
 _OURS, _LIGHT = "hotset", "speed of light"
-_COLOURS = {_OURS: "#1b8a5a", _LIGHT: "#222222"}
+_COLOURS = {_OURS: OURS, _LIGHT: "#222222"}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the picture; `simulate_plot.check_plot_path` has looked at the path."""
-    from matplotlib.figure import Figure
+    """Writes the picture."""
+    lines = (
+        Curve(name, points, colour=_COLOURS.get(name), dashed=name == _LIGHT)
+        for name, points in curves(rows).items()
+    )
+    draw_curves(
+        lines,
+        path,
+        title=rows[0].case.split(",")[0],
+        x="prompt tokens",
+        y="time to the first token, ms",
+        adjust=_logarithmic,
+    )
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name, points in curves(rows).items():
-        lengths, times = zip(*sorted(points), strict=True)
-        style = "--" if name == _LIGHT else "o-"
-        axes.plot(lengths, times, style, label=name, color=_COLOURS.get(name), markersize=4)
+
+def _logarithmic(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlabel("prompt tokens")
-    axes.set_ylabel("time to the first token, ms")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
 
 
 def curves(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:

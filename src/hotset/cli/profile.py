@@ -59,9 +59,9 @@ def show(
 
     Example: `hotset profile show notes.npz --plot coverage.svg`
     """
+    from hotset.cli.plotting import check_plot_path
     from hotset.cli.profile_output import print_profile, profile_data
     from hotset.cli.profile_plot import draw_coverage
-    from hotset.cli.simulate_plot import check_plot_path
 
     if plot is not None:
         check_plot_path(plot)

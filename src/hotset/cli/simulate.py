@@ -110,7 +110,7 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     Example: `hotset simulate pocket --slots 0.25,0.5 --policy lru --policy half-life`
     """
     if plot is not None:
-        from hotset.cli.simulate_plot import check_plot_path
+        from hotset.cli.plotting import check_plot_path
 
         check_plot_path(plot)
     if (machine is None) != (shape is None):

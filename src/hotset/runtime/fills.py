@@ -87,6 +87,13 @@ class FillPlanner:
         self._wish()
         return matches
 
+    def follow(self, policy: Policy) -> None:
+        """Another policy wishes from now on; nothing may be running."""
+        assert not self._running and policy.moves
+        assert policy.num_victims == self._policy.num_victims
+        self._policy = policy
+        self._wish()
+
     def renew(self) -> None:
         """Wishes anew, after a prompt has told the policy what it routed (`runtime.tee`)."""
         self._wish()

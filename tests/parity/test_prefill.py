@@ -163,12 +163,16 @@ def test_a_prompt_that_breaks_off_leaves_the_slots_right(
         if error := next(hooks):
             raise error
 
+    restored, restore = [], staged.store.restore
+    monkeypatch.setattr(staged.store, "restore", lambda: restored.append(restore()))
     with pytest.raises(ZeroDivisionError):
         taken_in(staged, text(LENGTH, seed=10), between)
     assert staged.store.audit() == []
+    assert not restored, "nothing was torn, and all slots once more take seconds"
     monkeypatch.setattr(staged.store, "hand_over", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         taken_in(staged, text(LENGTH, seed=11))
+    assert len(restored) == 1
     monkeypatch.undo()
     assert staged.store.audit() == []
     assert torch.equal(taken_in(staged, text(LENGTH)), in_place[0])

@@ -36,6 +36,7 @@ class ExpertStore(Closing):
     Attributes:
         steps_in_flight: steps that may fill slots and of which `adopt` was not told yet. Until it
             is 0 the device knows more than the placement, and nothing else may be placed.
+        is_torn: a slot holds what `tee` has copied there, and the table calls it something else.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class ExpertStore(Closing):
             num_buffers=num_buffers,
         )
         self.placement = Placement(pools, num_spare=num_spare)
-        self.steps_in_flight = 0
+        self.steps_in_flight, self.is_torn = 0, False
 
     def fields(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """Typed, shaped, writable views of one record in the arena, by field name."""
@@ -123,6 +124,7 @@ class ExpertStore(Closing):
         """Copies a staged record into the slot of another expert of its layer, ordered on the
         current stream. `hand_over` makes it the owner; until then nothing may read the victim."""
         slot = int(self.placement.slot_of[staged.layer, victim])
+        self.is_torn = True
         self.ring.copy_to_slot(staged, expert, self.slots, slot)
 
     def hand_over(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
@@ -133,9 +135,9 @@ class ExpertStore(Closing):
         Args:
             pairs: (expert, victim).
         """
-        assert self.steps_in_flight == 0
         if not pairs:
             return
+        assert self.steps_in_flight == 0
         expert, victim = np.array(pairs, dtype=np.int64).T
         matches = Matches(
             layer=np.full(len(expert), layer, dtype=np.int64),
@@ -148,6 +150,7 @@ class ExpertStore(Closing):
         self.table.adopt(matches, self.slots.addresses(matches.slot))
         self.table.send(layer)
         self.placement.apply(matches)
+        self.is_torn = False
 
     def restore(self) -> None:
         """Makes slots and table what the placement says, after a step that broke off halfway.
@@ -160,7 +163,7 @@ class ExpertStore(Closing):
         again = {key: slot for key, slot in owned.items() if not pinned[key]}
         self.ring.fill(self._fills(again), self.slots)
         self.table.restore()
-        self.steps_in_flight = 0
+        self.steps_in_flight, self.is_torn = 0, False
 
     def audit(self) -> list[str]:
         """Compares every owned slot byte for byte with the arena, and the table with both.

@@ -114,8 +114,11 @@ class Steps:
             ids_LN = self.log.take()
         except BaseException:
             self.log.drop()
-            # A long step may have copied a record to a slot and not yet named its owner.
-            self.mend()
+            # A long one fills nothing as it reads. It may have copied a record to a slot and not
+            # yet named its owner; otherwise, as when it is cancelled between two layers, all is as
+            # it should be, and bringing every slot again would hold the others up for seconds.
+            if not is_long or self._store.is_torn:
+                self.mend()
             raise
         owners = () if owner is None else ((owner, num_tokens),)
         if is_long:

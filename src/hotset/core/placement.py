@@ -18,7 +18,12 @@ import numpy as np
 from hotset.core.errors import CapacityError
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 
-_UNSIGNED: dict[int, type[np.unsignedinteger]] = {4: np.uint32, 8: np.uint64}
+_UNSIGNED: dict[int, type[np.unsignedinteger]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
 _NO_POSITION = np.iinfo(np.int64).max
 _POSITIONS = np.arange(128)  # a policy has at most 127 victims
 

@@ -274,14 +274,7 @@ def grouped(
         address_E,
         address_E if fill_E is None else fill_E,
     )
-    shared = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "HAS_BIAS": spec.has_bias,
-        "FILL": fill_E is not None,
-        "TOKENS": grouping.block_tokens,
-        "INTERPRET": is_interpreted(_up_kernel),
-    }
+    shared = _shared_constants(spec, grouping, fill=fill_E is not None)
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
         *blocks,
@@ -308,6 +301,18 @@ def grouped(
         **_launch_shape(down),
     )
     return y_TKH
+
+
+def _shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> dict[str, Any]:
+    """What both kernels are compiled for, whatever their tiles."""
+    return {
+        "HIDDEN": spec.hidden,
+        "INTER": spec.intermediate,
+        "HAS_BIAS": spec.has_bias,
+        "FILL": fill,
+        "TOKENS": grouping.block_tokens,
+        "INTERPRET": is_interpreted(_up_kernel),
+    }
 
 
 def _launch_shape(tile: Tile) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from hotset.core.config import EngineConfig
 from hotset.core.errors import ConfigError
 from hotset.core.machine import MachineDescription
 from hotset.models.geometry import build_meta
-from hotset.runtime.planning import plan_engine
+from hotset.runtime.planning import GRAPH_BYTES, plan_engine
 
 
 @pytest.mark.parametrize("name", shape_names())
@@ -40,3 +40,18 @@ def test_a_config_alone_is_planned_on_paper(machine: str) -> None:
 def test_unknown_shapes_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown shape `olmoe`"):
         shape_config("olmoe")
+
+
+def test_captured_steps_of_many_rows_are_planned_with_their_partial_results() -> None:
+    """A step for 64 rows of OLMoE: 16 heads in 32 splits of 128 values, a maximum and a sum, FP32.
+
+    Of the seven steps the largest holds 63 rows more than GRAPH_BYTES is for, all together 120.
+    """
+    geometry = build_meta(shape_config("olmoe-1b-7b")).geometry
+    pools = []
+    for rows in (1, 64):
+        config = EngineConfig(model="olmoe-1b-7b", max_batch=rows)
+        _, plan = plan_engine(geometry, config, description=MachineDescription.load("rtx-4090"))
+        pools.append(plan.device["graph pools"])
+    one_row = 4 * 16 * 32 * (128 + 2) + geometry.vocab * (2 + 4)
+    assert pools == [GRAPH_BYTES, 7 * GRAPH_BYTES + 120 * one_row]

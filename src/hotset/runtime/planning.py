@@ -16,6 +16,7 @@ from hotset.core.record import DTYPE_BYTES
 from hotset.core.speed import SpeedModel
 from hotset.core.sweep import sweep_contexts
 from hotset.core.units import MIB
+from hotset.kernels.attention_decode import launch_shape, workspace_bytes
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
 from hotset.runtime.state_rows import state_bytes
@@ -23,8 +24,7 @@ from hotset.runtime.state_rows import state_bytes
 # `Engine.logits` asks for every token's logits; it runs in chunks whose logits stay below this.
 LOGITS_BYTES = 64 * MIB
 
-# What a captured step keeps to itself: activations of a token for each row, logits, sampling
-# buffers.
+# What a captured step keeps to itself for its first row: activations, logits, sampling buffers.
 GRAPH_BYTES = 64 * MIB
 
 
@@ -114,6 +114,28 @@ def _rounding(geometry: ModelGeometry, config: EngineConfig) -> int:
     return max(0, pool - counted)
 
 
+def _graph_bytes(geometry: ModelGeometry, num_rows: int) -> int:
+    """What the captured step of so many rows keeps to itself: each further row has logits, as
+    computed and in float32, and partial results of attention, cut as for the longest context."""
+    size = DTYPE_BYTES[geometry.dtype]
+    attended = max(
+        workspace_bytes(
+            launch_shape(
+                num_heads=layer.num_heads,
+                num_kv_heads=layer.num_kv_heads,
+                key_dim=layer.key_dim,
+                value_dim=layer.value_dim,
+                element_bytes=size,
+            ),
+            batch=1,
+            num_heads=layer.num_heads,
+            value_dim=layer.value_dim,
+        )
+        for layer in geometry.attention
+    )
+    return GRAPH_BYTES + (num_rows - 1) * (attended + geometry.vocab * (size + 4))
+
+
 def _workspaces(
     geometry: ModelGeometry, config: EngineConfig, *, on_cuda: bool
 ) -> Iterator[Workspace]:
@@ -132,7 +154,9 @@ def _workspaces(
         yield Workspace(
             "graph pools",
             "kept by the captured decode steps" if captured else "decode is not captured",
-            fixed_bytes=GRAPH_BYTES * len(config.batch_sizes) if captured else 0,
+            fixed_bytes=sum(_graph_bytes(geometry, n) for n in config.batch_sizes)
+            if captured
+            else 0,
         )
     normed = [layer for layer in geometry.layers if layer.has_post_norm]
     if normed:

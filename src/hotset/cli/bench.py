@@ -22,6 +22,7 @@ from hotset.cli.bench_options import (
     report,
     weight_format,
 )
+from hotset.cli.bench_serve import serve
 from hotset.cli.options import (
     Context,
     Device,
@@ -210,6 +211,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
 
 
 app.command()(decode)
+app.command()(serve)
 
 
 @contextmanager

@@ -38,6 +38,8 @@ LOG_LEVEL = EnvVar(
     "HOTSET_LOG", "how much is said on stderr", ("debug", "info", "warning", "error")
 )
 PROGRESS = EnvVar("HOTSET_PROGRESS", "progress bars while loading", ("on", "off"))
-API_KEY = EnvVar("HOTSET_API_KEY", "the key that `hotset serve` asks of every request")
+API_KEY = EnvVar(
+    "HOTSET_API_KEY", "the key that `hotset serve` asks of every request and `hotset chat` sends"
+)
 
 ALL = (LOG_LEVEL, PROGRESS, API_KEY)

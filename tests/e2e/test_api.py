@@ -164,15 +164,17 @@ def test_the_plan_is_what_is_allocated(chatty: Path) -> None:
 
 def test_a_longer_context_admits_longer_prompts(chatty: Path) -> None:
     """UX-02: `context` and `prefill_chunk` at two values each."""
-    steps = []
     for context, chunk in ((64, 16), (128, 64)):
         with hotset.load(str(chatty), device="cpu", context=context, prefill_chunk=chunk) as model:
+            sizes: list[int] = []
+            model.engine.model.get_input_embeddings().register_forward_hook(
+                lambda module, given, out, sizes=sizes: sizes.append(given[0].numel())
+            )
             prompt = "x" * (context - 2)  # and a BOS
             assert len(list(model.generate(prompt, max_tokens=1))) == 1
-            steps.append(model.engine.traffic.steps)
+            assert sum(sizes) == context - 1 and set(sizes[:-1]) == {chunk}
             with pytest.raises(RequestError, match=f"context of {context}"):
                 model.generate(prompt + "x", max_tokens=1)
-    assert steps == [64 // 16, 128 // 64]
 
 
 def test_a_model_without_a_tokenizer_is_a_damaged_one(tmp_path: Path) -> None:

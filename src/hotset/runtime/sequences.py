@@ -6,7 +6,7 @@ together is `rows`'s business; why an answer ends, and what tokens mean, is not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from functools import partial
 from typing import Protocol
@@ -169,10 +169,21 @@ class PoolSequence:
         return logits
 
     def take_in(self, chunks: Items[list[int]], run: RunForwards) -> torch.Tensor:
-        """All chunks together, layers outermost: missing experts cross the link once."""
+        """All chunks together, layers outermost: missing experts cross the link once. Of the
+        single tokens by which some models go on, some at a time: each chunk that waits for others
+        has a stack and outputs of its own.
+
+        A prompt that decode steps could have filled slots for does so too, one chunk after the
+        other: what it reads stays, and nothing may come between.
+        """
+        for group in _groups(chunks):
+            logits_V = self._take_in_together(group, run)
+        return logits_V
+
+    def _take_in_together(self, chunks: Items[list[int]], run: RunForwards) -> torch.Tensor:
         num_tokens = sum(map(len, chunks))
-        if num_tokens <= MATCH_TOKENS:  # it may fill slots, and nothing may come between
-            return self.forward([token for ids in chunks for token in ids], num_logits=1)[-1]
+        if num_tokens <= MATCH_TOKENS:
+            return [self.forward(ids, num_logits=1)[-1] for ids in chunks][-1]
         steps: list[PrefillStep] = []
         for ids in chunks:
             ahead = sum(step.num_tokens for step in steps)
@@ -207,3 +218,14 @@ class PoolSequence:
     def close(self) -> None:
         self._pool.close(self._row)
         self._steps.end(self)
+
+
+def _groups(chunks: Items[list[int]]) -> Iterator[Items[list[int]]]:
+    """Chunks that run together: all of them, or the first one and then single tokens by the
+    hundred, more than a step may have that fills slots."""
+    if len(chunks) < 3 or len(chunks[1]) > 1:
+        yield chunks
+        return
+    yield chunks[:1]
+    for start in range(1, len(chunks), 2 * MATCH_TOKENS):
+        yield chunks[start : start + 2 * MATCH_TOKENS]

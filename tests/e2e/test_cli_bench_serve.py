@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hotset.bench.random_weights import RandomWeights
-from hotset.bench.serve import COST_MODEL, WARM_TOKENS, Load, Timeline, with_slots
+from hotset.bench.serve import AHEAD_TOKENS, COST_MODEL, WARM_TOKENS, Load, Timeline, with_slots
 from hotset.bench.shapes import shape_config
 from hotset.core.config import EngineConfig
 from hotset.core.errors import CapacityError
@@ -68,7 +68,7 @@ def test_a_load_has_room_for_all_of_it() -> None:
     assert config.kv_tokens == 4 * (64 + 1024) + 8193
     alone = Load((1, 4), 64, 128, 0)
     assert alone.config(config).max_batch == 4
-    assert alone.context_tokens == 64 + WARM_TOKENS + 128
+    assert alone.context_tokens == 64 + WARM_TOKENS + 128 + 4 * AHEAD_TOKENS
 
 
 def test_gaps_are_within_a_stream_and_behind_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ from hotset.runtime.weights import Progress
 
 # Tokens of each stream before the clock starts: kernels are compiled, slots have filled.
 WARM_TOKENS = 16
+# That a stream may be ahead of one that began after it, for each stream: prompts take their time.
+AHEAD_TOKENS = 64
 # Most that a stream runs beside a long prompt; that is many times what the prompt takes.
 BESIDE_TOKENS = 1024
 
@@ -61,7 +63,8 @@ class Load:
     def longest(self) -> int:
         """Tokens of the longest answer."""
         beside = BESIDE_TOKENS if self.num_long else 0
-        return max(WARM_TOKENS + self.num_tokens, beside)
+        ahead = AHEAD_TOKENS * max(self.streams)
+        return max(WARM_TOKENS + self.num_tokens + ahead, beside)
 
     def config(self, config: EngineConfig) -> EngineConfig:
         """An engine's, with rows and KV cache for all of it."""
@@ -201,6 +204,8 @@ class ServeBench:
         while not timeline.is_over and timeline.num_since(start) < self._wanted(num_streams):
             self._step(scheduler, timeline)
         seconds = time.perf_counter() - start
+        if not timeline.gaps_ms(start):
+            raise HardwareError("the first stream ended before the last one had begun")
         traffic = self._engine.traffic.minus(before)
         case = f"{self._name}, {num_streams} streams"
         yield from self._speed(case, num_streams, timeline.num_since(start) / seconds, traffic)

@@ -44,6 +44,7 @@ def test_streams_are_other_texts_on_disjoint_ids(trace: Trace, geometry: ModelGe
                 text = texts[(row + 2 * group + stream) % 4]
                 got = replay.ids_TBLK[:, row, layer, stream]
                 assert np.array_equal(got, text[:, layer % 2] + 4 * stream)
+    assert replay.distortion == ""
     assert np.array_equal(replay.first_rows(1).ids_TBLK, replay.ids_TBLK[:, :1])
 
 
@@ -51,6 +52,14 @@ def test_more_rows_than_texts(trace: Trace, geometry: ModelGeometry) -> None:
     map_trace(trace, geometry, num_tokens=TOKENS, num_rows=4)
     with pytest.raises(ConfigError, match="4 texts of 12 tokens for 5 rows"):
         map_trace(trace, geometry, num_tokens=TOKENS, num_rows=5)
+
+
+def test_experts_that_are_never_used_are_named(trace: Trace) -> None:
+    config = shape_config("tiny", num_layers=2)
+    config.num_experts = 16
+    replay = map_trace(trace, build_meta(config).geometry, num_tokens=TOKENS)
+    assert replay.distortion == "8 of 16 experts never used" and replay.distortion in replay.note
+    assert replay.ids_TBLK.max() == 7
 
 
 def test_a_profile_is_of_all_texts(trace: Trace, geometry: ModelGeometry) -> None:

@@ -8,7 +8,7 @@ that distorts, `Replay.note` says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,14 +27,16 @@ class Replay:
     Attributes:
         ids_TBLK: [T, B, L, K] int64, of T steps with B rows.
         note: how they were made, and what is not as in a real trace of this model.
+        distortion: what makes figures better than they would be, for the rows; empty for nothing.
     """
 
     ids_TBLK: IntArray
     note: str
+    distortion: str = ""
 
     def first_rows(self, num_rows: int) -> Replay:
         """The same for fewer rows."""
-        return Replay(self.ids_TBLK[:, :num_rows], self.note)
+        return replace(self, ids_TBLK=self.ids_TBLK[:, :num_rows])
 
 
 def map_trace(
@@ -64,9 +66,11 @@ def map_trace(
         ids_TBLK[:, row, index, stream * top_k : (stream + 1) * top_k] = part
     used = f"{streams} independent streams of {trace_experts} experts, top-{top_k}"
     note = f"{used}; layer l replays layer l mod {trace_layers} of another text"
+    distortion = ""
     if unused := layer.num_experts - streams * trace_experts:
-        note += f"; {unused} experts of each layer are never used"
-    return Replay(ids_TBLK, note)
+        distortion = f"{unused} of {layer.num_experts} experts never used"
+        note += f"; {distortion}, so that the same slots hold more of what is"
+    return Replay(ids_TBLK, note, distortion)
 
 
 def map_profile(trace: Trace, geometry: ModelGeometry) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,14 @@ from hotset.cli.plotting import check_plot_path
 from hotset.cli.progress import loading_bar
 from hotset.core.config import MAX_BATCH
 from hotset.core.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.replay import Replay
+    from hotset.core.config import EngineConfig
+    from hotset.core.geometry import ModelGeometry
+    from hotset.core.policy import FloatArray
+    from hotset.runtime.engine import Engine
 
 
 def decode(  # noqa: PLR0913 - one parameter for each flag
@@ -71,7 +79,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset bench decode moe-54m.npz --policies half-life,lru --slots 0.25,16GiB`
     """
-    from hotset.bench.decode_cases import PolicyChoice, make_cases, parse_slots
+    from hotset.bench.decode_cases import PolicyChoice, make_cases
     from hotset.bench.decode_run import SETTLE_STEPS
 
     choices = [PolicyChoice.parse(part) for part in policies.split(",")]
@@ -93,31 +101,21 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     )
     from hotset.bench.decode import DecodeBench
     from hotset.bench.random_weights import RandomWeights
-    from hotset.bench.replay import map_profile, map_trace
     from hotset.bench.shapes import shape_config
-    from hotset.core.trace import load_trace
-    from hotset.runtime.engine import Engine
-    from hotset.runtime.planning import plan_engine
 
-    recorded = load_trace(trace)
     source = RandomWeights(shape_config(shape, num_layers=layers), weights=weight_format(format_))
-    geometry = source.geometry
-    replay = map_trace(
-        recorded.select(parity="even"), geometry, num_tokens=tokens, num_rows=max(batches)
-    )
-    prior_LE = map_profile(recorded.select(parity="odd"), geometry)
-    planned = plan_engine(geometry, config)
-    plan = planned[1].require_fit()
-    _require_all_slots(plan.num_slots, geometry.num_records)
-    cases = make_cases(choices, parse_slots(slots, plan, geometry))
-    with loading_bar() as progress:
-        engine = Engine(source, config, planned=planned, progress=progress)
+    replay, prior_LE = _replay(trace, source.geometry, num_tokens=tokens, num_rows=max(batches))
+    name = case_name(shape, format_)
+    if replay.distortion:
+        name += f" ({replay.distortion})"
+    engine, shares = _load(source, config, slots)
+    cases = make_cases(choices, shares)
     with engine:
         bench = DecodeBench(
             engine,
             replay,
             prior_LE,
-            shape=case_name(shape, format_),
+            shape=name,
             context=context,
             num_steps=steps,
         )
@@ -128,7 +126,36 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     if plot is not None:
         from hotset.cli.decode_plot import draw
 
-        draw(found, plot, title=f"{case_name(shape, format_)}, {context} tokens of context")
+        draw(found, plot, title=f"{name}, {context} tokens of context")
+
+
+def _replay(
+    trace: Path, geometry: ModelGeometry, *, num_tokens: int, num_rows: int
+) -> tuple[Replay, FloatArray]:
+    """Routing of the even texts, and what the odd ones say beforehand."""
+    from hotset.bench.replay import map_profile, map_trace
+    from hotset.core.trace import load_trace
+
+    recorded = load_trace(trace)
+    even, odd = recorded.select(parity="even"), recorded.select(parity="odd")
+    replay = map_trace(even, geometry, num_tokens=num_tokens, num_rows=num_rows)
+    return replay, map_profile(odd, geometry)
+
+
+def _load(source: RandomWeights, config: EngineConfig, slots: str) -> tuple[Engine, list[float]]:
+    """An engine with a slot for every expert, and the shares that `--slots` asks for."""
+    from hotset.bench.decode_cases import parse_slots
+    from hotset.runtime.engine import Engine
+    from hotset.runtime.planning import plan_engine
+
+    if reason := source.geometry.attention_reason:
+        raise ConfigError(f"this shape does not run over a KV pool, which is timed here: {reason}")
+    planned = plan_engine(source.geometry, config)
+    plan = planned[1].require_fit()
+    _require_all_slots(plan.num_slots, source.geometry.num_records)
+    shares = parse_slots(slots, plan, source.geometry)
+    with loading_bar() as progress:
+        return Engine(source, config, planned=planned, progress=progress), shares
 
 
 def _check_lengths(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,8 @@ def architectures_page() -> str:
     """The model types that the tests run from a saved checkpoint to its logits."""
     sys.path.insert(0, str(ROOT / "tests"))
     names = sorted(importlib.import_module("tiny").TINY_MODEL_TYPES)
+    own_cache = importlib.import_module("own_cache").OWN_CACHE
+    own_names = {name for why in own_cache for name in why.model_types}
     return "\n".join(
         [
             "# Architectures\n",
@@ -198,10 +200,21 @@ def architectures_page() -> str:
             "(`model_type` of\n`config.json`), load it, and compare it with transformers' own "
             "model. Any other type on transformers'\nexperts interface is tried and refused only "
             "where its experts are not understood.\n",
-            *(f"- `{name}`" for name in names),
+            "## Answered together\n",
+            "Their caches are rows of one pool (keys and values, sliding windows, states of "
+            "recurrences and\nconvolutions), so several requests share each decode step, which on "
+            "CUDA is captured.\n",
+            *(f"- `{name}`" for name in names if name not in own_names),
+            "\n## Answered one by one\n",
+            "They decode launch by launch in transformers' own cache, because they\n",
+            *(f"- {why.words}: {_listed(why.model_types)}" for why in own_cache),
             "",
         ]
     )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 if __name__ == "__main__":

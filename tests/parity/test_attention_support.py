@@ -14,20 +14,10 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from hotset.core.geometry import AttentionLayer, StateTensor
 from hotset.models.attention_probe import find_attention
 from hotset.models.geometry import build_meta
+from own_cache import OWN_CACHE
 from tiny import TINY_MODEL_TYPES, build_tiny, tiny_config
 
-EXPANDS = "layer 0 computes with what it caches before it attends"
-MORE = "caches more than keys, values and a state"
-REFUSED = {
-    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), EXPANDS),
-    **dict.fromkeys(("kimi_k25", "mistral4"), EXPANDS),
-    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), EXPANDS.replace("0", "1")),
-    # the keys of an indexer, compressed keys
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4"), MORE),
-    **dict.fromkeys(("deepseek_v4", "glm5_next"), MORE),
-    **dict.fromkeys(("inkling_text", "inkling2_text"), "asks its cache for one length of all rows"),
-    "minimax": "makes a cache of its own kind, `MiniMaxCache`",
-}
+REFUSED = {name: why.reason for why in OWN_CACHE for name in why.model_types}
 # Layers that carry a state, and those that keep keys and values.
 STATES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ({0, 2}, {1, 3})),

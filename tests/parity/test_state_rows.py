@@ -7,6 +7,7 @@ written shows.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 from families import Family, difference, make_family, text
 from hotset.models.attention import shared_compilation
 from hotset.models.attention_probe import find_attention
+from hotset.models.linear_kernels import missing_packages
+from hotset.runtime.decoding import warn_of_plain_torch
 from hotset.runtime.engine import Engine
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.requests import Request
@@ -192,6 +195,20 @@ def test_layers_share_their_compilation() -> None:
         counts.append(len(graphs))
         torch._dynamo.reset()
     assert counts[0] == counts[1] > 0
+
+
+def test_what_runs_in_plain_torch_on_a_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a package is installed the stock module has chosen it, and nothing is missing."""
+    names = {"fla": "flash-linear-attention", "causal_conv1d": "causal_conv1d"}
+    want = tuple(sorted(names[name] for name in names if find_spec(name) is None))
+    model = build_tiny("qwen3_next")
+    assert missing_packages(model) == want
+    assert missing_packages(build_tiny("qwen3_moe")) == missing_packages(build_tiny("zaya")) == ()
+    warn_of_plain_torch(model, torch.device("cpu"))
+    assert not caplog.messages
+    warn_of_plain_torch(model, torch.device("cuda"))
+    assert len(caplog.messages) == bool(want)
+    assert all(name in caplog.text for name in want)
 
 
 @pytest.fixture(scope="module")

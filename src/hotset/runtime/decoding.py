@@ -24,6 +24,7 @@ from hotset.core.profile import Profile
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
+from hotset.models.linear_kernels import missing_packages
 from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
@@ -76,6 +77,17 @@ def initial_residents(policy: Policy, pools: SlotPools, slots_L: IntArray) -> Bo
     if isinstance(policy, NoPolicy):
         return policy.best_experts(slots_L)
     return policy.initial(pools, slots_per_layer=slots_L)
+
+
+def warn_of_plain_torch(model: PreTrainedModel, device: torch.device) -> None:
+    """Says which packages would make a model's recurrences and convolutions faster on a GPU."""
+    missing = missing_packages(model) if device.type == "cuda" else ()
+    if missing:
+        logger.warning(
+            "recurrences and convolutions of this model run in plain torch, right and slower: "
+            "not installed: %s",
+            ", ".join(missing),
+        )
 
 
 def weaker_options(options: DecodeOptions) -> list[DecodeOptions]:

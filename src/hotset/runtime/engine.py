@@ -34,7 +34,12 @@ from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
 from hotset.runtime.chunks import chunks_of
-from hotset.runtime.decoding import Decoding, choose_policy, initial_residents
+from hotset.runtime.decoding import (
+    Decoding,
+    choose_policy,
+    initial_residents,
+    warn_of_plain_torch,
+)
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.memory import room_for_step
@@ -178,6 +183,7 @@ class Engine(Closing):
     def _make_decoding(self) -> Decoding | None:
         """The KV pool and the decode step over it; `None` where the model needs the library's
         own cache."""
+        warn_of_plain_torch(self.model, self.device)
         reason = self.geometry.attention_reason
         if not reason:
             cache = format_bytes(self.plan.device["KV cache"])

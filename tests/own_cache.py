@@ -1,0 +1,59 @@
+"""Tiny architectures that do not run over the KV pool, and why, in words for the documentation.
+
+`parity/test_attention_support` holds it from both sides: a type that is not here must run over the
+pool, and one that is here must be refused for the reason given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OwnCache:
+    """Why a model keeps to transformers' own cache.
+
+    Attributes:
+        reason: part of what `find_attention` says.
+        words: for readers.
+        model_types: for which it is the first reason.
+    """
+
+    reason: str
+    words: str
+    model_types: tuple[str, ...]
+
+
+OWN_CACHE = (
+    OwnCache(
+        "computes with what it caches before it attends",
+        "keep latents (MLA), and expand those of the whole context in every forward",
+        (
+            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+            *("kimi_k25", "kimi_linear", "mistral4"),
+        ),
+    ),
+    OwnCache(
+        "caches more than keys, values and a state (DynamicIndexedLayer)",
+        "keep the keys of an indexer too, which chooses what is attended to",
+        (
+            *("axk2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4"),
+            "mistral_large4",
+        ),
+    ),
+    OwnCache(
+        "caches more than keys, values and a state (Deepseek",
+        "compress keys and values of blocks of tokens",
+        ("deepseek_v4",),
+    ),
+    OwnCache(
+        "asks its cache for one length of all rows",
+        "compute with one length for all rows when they decode",
+        ("inkling2_text", "inkling_text"),
+    ),
+    OwnCache(
+        "makes a cache of its own kind",
+        "make a cache of a kind of their own",
+        ("minimax",),
+    ),
+)

@@ -24,6 +24,7 @@ from families import (
 )
 from hotset.core.errors import RequestError
 from hotset.runtime.engine import Engine
+from hotset.runtime.prefill import run_together
 
 CHUNK = 64
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
@@ -70,6 +71,26 @@ def test_a_strict_engine_refuses_what_runs_token_by_token(
         with pytest.raises(RequestError, match="cannot continue a prompt in chunks") as caught:
             engine.logits(text(17))
         assert "--prefill-chunk" in (caught.value.hint or "")
+
+
+def test_single_tokens_run_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """16 tokens, 128 single ones together, and two more: of a long prompt no thousands of forwards
+    are open at a time."""
+    family, ids, together = make_family("jamba", tmp_path), text(16 + 128 + 2), []
+
+    def counted(forwards: list[object], *args: object, **kwargs: object) -> object:
+        together.append(len(forwards))
+        return run_together(forwards, *args, **kwargs)  # type: ignore[arg-type]
+
+    want_V = stock_logits(family.stock(), ids)[-1]
+    monkeypatch.setattr("hotset.runtime.engine.run_together", counted)
+    with family.engine(context_tokens=150, prefill_chunk=16) as engine:
+        (step,) = engine.generate_ids(ids, max_tokens=1, stop_ids=frozenset())
+    assert together == [128]
+    assert step.token_id == int(want_V.argmax())
+    assert "130 of 146 tokens run one by one" in caplog.text
 
 
 @pytest.fixture(scope="module")

@@ -202,10 +202,12 @@ class Talk:
         self._end(said, reason, cost)
 
     def _show(self, piece: Piece) -> None:
-        if not self._as_json:
+        if self._as_json:
+            return
+        if piece.reasoning:
             typer.secho(piece.reasoning, nl=False, dim=True)
-            typer.echo(piece.text, nl=False)
-            sys.stdout.flush()
+        typer.echo(piece.text, nl=False)
+        sys.stdout.flush()
 
     def _end(self, said: str, reason: str | None, cost: Cost) -> None:
         if self._as_json:

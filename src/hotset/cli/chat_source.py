@@ -9,7 +9,7 @@ import json
 import signal
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from types import FrameType
@@ -131,7 +131,9 @@ class LocalSource:
         """See `Source`."""
         ids = self._model.text.encode_chat(messages)
         tokens = self._model.generate(token_ids=ids, **request)
-        with _asked_to_stop() as asked:
+        assert isinstance(tokens, Generator)
+        # Closed at once: the engine has one answer at a time.
+        with _asked_to_stop() as asked, closing(tokens):
             for number, token in enumerate(tokens, 1):
                 reason = None if token.finish_reason is None else token.finish_reason.value
                 yield Piece(text=token.text, finish_reason=reason, num_tokens=number)

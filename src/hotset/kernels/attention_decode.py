@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hotset.kernels.device import is_interpreted, round_to, tanh
+from hotset.kernels.device import dot, is_interpreted, round_to, tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # One tile holds this many bytes of keys, and as many of values. With two tiles in flight a program
@@ -101,15 +101,6 @@ def _parts(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexp
 
 
 @triton.jit
-def _dot(x, w, acc, INTERPRET: tl.constexpr):
-    """acc + x @ w in FP32; see `device.dot_rows` for the cast."""
-    if INTERPRET:
-        x = x.to(tl.float32)
-        w = w.to(tl.float32)
-    return tl.dot(x, w, acc, input_precision="ieee")
-
-
-@triton.jit
 def _weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
     """acc + p @ v with p in FP32, on the tensor cores of v's dtype.
 
@@ -118,10 +109,10 @@ def _weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
     """
     dtype: tl.constexpr = v.dtype
     high = round_to(p, dtype, INTERPRET)
-    acc = _dot(high, v, acc, INTERPRET)
+    acc = dot(high, v, acc, INTERPRET)
     if dtype != tl.float32:
         low = round_to(p - high.to(tl.float32), dtype, INTERPRET)
-        acc = _dot(low, v, acc, INTERPRET)
+        acc = dot(low, v, acc, INTERPRET)
     return acc
 
 
@@ -129,7 +120,7 @@ def _weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
 def _scores(q, k, inside, scale, softcap, CAPPED: tl.constexpr, INTERPRET: tl.constexpr):
     """Scores in units of log 2, [ROWS, TILE] FP32; -inf where not `inside`."""
     zero = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
-    s = _dot(q, tl.trans(k), zero, INTERPRET) * scale
+    s = dot(q, tl.trans(k), zero, INTERPRET) * scale
     if CAPPED:
         s = softcap * tanh(s / softcap)
     return tl.where(inside[None, :], s * _LOG2_E, float("-inf"))

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hotset.kernels.device import is_interpreted, load_tile, round_to, tanh
+from hotset.kernels.device import dot, is_interpreted, load_tile, round_to, tanh
 from hotset.kernels.launch import shared_memory_bytes
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -54,15 +54,6 @@ def launch_shape(key_dim: int, value_dim: int, element_bytes: int, shared_bytes:
     step_bytes = keys * (key_dim + value_dim) * element_bytes
     stages = (shared_bytes - queries * key_dim * element_bytes) // step_bytes
     return Launch(queries, keys, warps, min(max(stages, 1), 3))
-
-
-@triton.jit
-def _dot(x, w, acc, INTERPRET: tl.constexpr):
-    """acc + x @ w in FP32; see `device.dot_rows` for the cast."""
-    if INTERPRET:
-        x = x.to(tl.float32)
-        w = w.to(tl.float32)
-    return tl.dot(x, w, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -104,7 +95,7 @@ def _attend_keys(
         there = p < num_keys
         k_at = k_PD + p.to(tl.int64)[None, :] * k_stride + kd[:, None]
         k = load_tile(k_at, there[None, :] & (kd < KEY_DIM)[:, None], whole_k)
-        s = _dot(q, k, tl.zeros((QUERIES, KEYS), tl.float32), INTERPRET) * scale
+        s = dot(q, k, tl.zeros((QUERIES, KEYS), tl.float32), INTERPRET) * scale
         if SOFTCAP > 0:
             s = SOFTCAP * tanh(s / SOFTCAP)
         s = s * _LOG2_E
@@ -121,7 +112,7 @@ def _attend_keys(
         total = total * faded + tl.sum(weight, 1)
         v_at = v_PD + p.to(tl.int64)[:, None] * v_stride + vd[None, :]
         v = load_tile(v_at, there[:, None] & (vd < VALUE_DIM)[None, :], whole_v)
-        acc = _dot(round_to(weight, v.dtype, INTERPRET), v, acc * faded[:, None], INTERPRET)
+        acc = dot(round_to(weight, v.dtype, INTERPRET), v, acc * faded[:, None], INTERPRET)
         top = higher
     return acc, top, total
 

@@ -103,8 +103,8 @@ def up_rows(first, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constex
 
 
 @triton.jit
-def dot_rows(x, w, acc, INTERPRET: tl.constexpr):
-    """acc_TR + x_TC @ w_RC^T in FP32, IEEE for FP32 operands.
+def dot(x, w, acc, INTERPRET: tl.constexpr):
+    """acc + x @ w in FP32, IEEE for FP32 operands.
 
     The interpreter keeps BF16 as its bit pattern in uint16 and multiplies those numbers; FP32
     operands are exact there, as every product of two 8-bit or 11-bit significands is.
@@ -112,7 +112,13 @@ def dot_rows(x, w, acc, INTERPRET: tl.constexpr):
     if INTERPRET:
         x = x.to(tl.float32)
         w = w.to(tl.float32)
-    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    return tl.dot(x, w, acc, input_precision="ieee")
+
+
+@triton.jit
+def dot_rows(x, w, acc, INTERPRET: tl.constexpr):
+    """acc_TR + x_TC @ w_RC^T; see `dot`."""
+    return dot(x, tl.trans(w), acc, INTERPRET)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from hotset.core.errors import QueueFullError, RequestError
 from hotset.core.request import FinishReason, SamplingParams
 from hotset.core.slot_pools import IntArray
 from hotset.runtime.engine import Engine
+from hotset.runtime.kv_blocks import PrefixIndex
 from hotset.runtime.requests import Request
 from hotset.runtime.verify import logit_bound
 from scheduling import Answers
@@ -285,6 +286,23 @@ def test_the_oldest_is_served_first_and_waits_for_room(family: Family) -> None:
             got.run(scheduler)
     assert got.ends[first] is FinishReason.CANCELLED
     assert [got.ends[number] for number in (second, third, short)] == [FinishReason.LENGTH] * 3
+
+
+def test_what_waits_for_a_row_is_not_hashed_at_every_step(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, find = [], PrefixIndex.find
+    monkeypatch.setattr(
+        PrefixIndex, "find", lambda index, ids: looked.append(len(ids)) or find(index, ids)
+    )
+    with (
+        make_engine(family, max_batch=1, prefix_reuse=True) as engine,
+        engine.scheduling(max_waiting=2) as scheduler,
+    ):
+        for index in (1, 2):
+            scheduler.submit(request(index))
+        Answers().run(scheduler)
+    assert looked == [len(request(index).prompt_ids) for index in (1, 2)]
 
 
 def test_nobody_is_taken_in_while_it_drains(engine: Engine) -> None:

@@ -238,6 +238,8 @@ class Decoding:
             ids: it begins with what the pool still has of these, not all of them.
         """
         pool = self.pool
+        if not pool.has_room(0):  # no row is free: a long prompt is not hashed at every step
+            return None
         shared = pool.prefixes.find(ids) if pool.prefixes is not None and ids else []
         if not pool.has_room(num_tokens, shared):
             return None

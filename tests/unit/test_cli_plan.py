@@ -16,6 +16,8 @@ from typer.testing import CliRunner, Result
 from hotset.cli.plan import plan
 from hotset.cli.plan_table import plan_table
 from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.hardware import HostMemory, Machine
+from hotset.core.machine import MachineDescription
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.models.describe import Description
 
@@ -159,6 +161,23 @@ def test_a_machine_on_paper_is_planned_with_speed_and_a_sweep(run) -> None:
     table, _ = run("m", "--machine", "rtx-4090", "--vram", "16GiB", "--sweep")
     for text in ("predicted speed", "tokens/s", "assumed: ", "slots against context"):
         assert text in table.stdout
+
+
+def test_a_machine_without_a_gpu_is_planned_without_speed(run, tmp_path) -> None:
+    host = HostMemory(total_bytes=256 * 2**30, available_bytes=200 * 2**30)
+    file = tmp_path / "cpu.json"
+    machine = Machine(
+        device="cpu",
+        device_name="x86_64",
+        vram_total_bytes=0,
+        vram_free_bytes=0,
+        host=host,
+        num_cpu_cores=8,
+    )
+    MachineDescription(name="a CPU", machine=machine, figures={}).save(file)
+    result, _ = run("m", "--machine", str(file), "--sweep", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["speed"] is None
 
 
 def test_without_rates_no_speed_is_predicted(run) -> None:

@@ -78,7 +78,9 @@ def _parts(
 ) -> tuple[Machine, list[Workspace], SpeedModel | None]:
     machine = probe_machine(config.device) if description is None else description.machine
     known = description or described(machine)
-    speed = None if known is None else speed_model(geometry, known, curve)
+    # The model of speed is one of a GPU and its link: without a GPU there is nothing to predict.
+    predicted = known if machine.device == "cuda" else None
+    speed = None if predicted is None else speed_model(geometry, predicted, curve)
     spaces = [*_workspaces(geometry, config, on_cuda=machine.device == "cuda")]
     return machine, spaces, speed
 

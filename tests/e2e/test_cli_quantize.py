@@ -122,6 +122,9 @@ def test_what_cannot_be_quantised_is_refused(
     assert code == 2 and "`--format int3` is not one of int4, fp8, nvfp4, mxfp4" in err
     code, _, err = run(capsys, "quantize", plain.folder, "-o", plain.folder)
     assert code == 2 and "is there already" in err
+    (file := tmp_path / "file").touch()
+    code, _, err = run(capsys, "quantize", plain.folder, "-o", file / "new")
+    assert code == 2 and "cannot be made: Not a directory" in err
     run(capsys, "quantize", plain.folder, "-o", output)
     code, _, err = run(capsys, "quantize", output, "-o", tmp_path / "again")
     assert code == 1 and "is quantised already" in err

@@ -71,7 +71,7 @@ def shrink(
     Raises:
         CheckpointError: its experts are quantised already, or not of a form or shape that the
             target can hold.
-        ConfigError: the output is not empty.
+        ConfigError: the output is not empty, or cannot be made.
         CapacityError: the disk has no room.
     """
     with ShardReader(keep_file_cache=True) as reader:
@@ -227,7 +227,13 @@ def _make_room(output: Path, num_bytes: int) -> None:
         raise ConfigError(
             f"`--output {output}` is there already", hint="give a folder that is new or empty"
         )
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"`--output {output}` cannot be made: {error.strerror}",
+            hint="give a folder that you may write to",
+        ) from error
     free = shutil.disk_usage(output).free
     if num_bytes > free:
         raise CapacityError(

@@ -199,8 +199,9 @@ def test_select_refuses_what_is_not_there():
     trace = make_trace([ids_of(4, 0)[:, 1:]], num_experts=300, domains=["a"])
     with pytest.raises(ConfigError, match="no domain `b`"):
         trace.select(domains=("b",))
-    with pytest.raises(ConfigError, match="no sequence is left"):
+    with pytest.raises(ConfigError, match="no sequence is left") as none_left:
         trace.select(parity="odd")
+    assert "--profile-from none" in (none_left.value.hint or "")
     with pytest.raises(ConfigError, match="sequences `third`"):
         trace.select(parity="third")
 

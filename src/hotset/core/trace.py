@@ -150,7 +150,10 @@ class Trace:
             and (not domains or sequence.domain in domains)
         )
         if not kept:
-            raise ConfigError(f"no sequence is left: `{parity}` of {len(self.sequences)}")
+            raise ConfigError(
+                f"no sequence is left: `{parity}` of {len(self.sequences)}",
+                hint="`--sequences all` takes every one, `--profile-from none` needs none",
+            )
         return replace(self, sequences=kept)
 
 

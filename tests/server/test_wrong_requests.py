@@ -87,6 +87,13 @@ def test_lengths_that_are_none(server: Scripted, name: str, value: object) -> No
     assert error["param"] == name and f"`{name}`" in error["message"]
 
 
+def test_longer_than_the_context(server: Scripted) -> None:
+    """LC-01, LC-10: clients know the code; the next request is served."""
+    error = refused(server, max_tokens=1_000_000)
+    assert error["code"] == "context_length_exceeded" and "4096" in error["message"]
+    assert post(server, "/v1/chat/completions", CHAT)[0] == 200
+
+
 def test_null_is_the_default(server: Scripted) -> None:
     status, body = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": None, "stop": None})
     assert status == 200 and body["choices"][0]["message"]["content"] == "Hello"

@@ -83,6 +83,7 @@ def test_ends_where_nothing_can_follow(compiler: GrammarCompiler) -> None:
     [
         (lambda c: c.json_schema({"type": "nothing"}), "JSON schema"),
         (lambda c: c.json_schema({"type": "array", "uniqueItems": True}), "JSON schema"),
+        (lambda c: c.json_schema({"$ref": "#"}), "JSON schema"),
         (lambda c: c.regex("("), "regular expression"),
         (lambda c: c.lark("start: missing"), "grammar"),
     ],

@@ -5,6 +5,7 @@
     +-- CheckpointError  files on disk are missing, damaged or not understood
     +-- CapacityError    it does not fit: VRAM, host RAM, disk, context
     +-- RequestError     one request is wrong; the engine goes on
+    |   +-- ContextLengthError   longer than the context
     |   +-- QueueFullError   too many requests wait already
     +-- HardwareError    the machine lacks something or failed
         +-- FatalError       a device failed for good; only a new process helps
@@ -57,6 +58,10 @@ class CapacityError(HotsetError):
 
 class RequestError(HotsetError):
     """One request is wrong or cannot be served; nothing else is affected."""
+
+
+class ContextLengthError(RequestError):
+    """Prompt and answer together are longer than the context."""
 
 
 class QueueFullError(RequestError):

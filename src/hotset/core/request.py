@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hotset.core.errors import RequestError
+from hotset.core.errors import ContextLengthError, RequestError
 
 # Below this every difference between logits that matters is infinite in float32; 0 is meant.
 MIN_TEMPERATURE = 1e-6
@@ -200,7 +200,8 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
         context_tokens: what the plan allows for prompt and answer together.
 
     Raises:
-        RequestError: an empty prompt, a `max_tokens` below 1, or more than the context holds.
+        RequestError: an empty prompt, or a `max_tokens` below 1.
+        ContextLengthError: more than the context holds.
     """
     if num_prompt < 1:
         raise RequestError("the prompt has no tokens")
@@ -209,7 +210,7 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
     if room < (max_tokens or 1):
         asked = "" if max_tokens is None else f" and {max_tokens} new ones"
         prompt = "1 prompt token" if num_prompt == 1 else f"{num_prompt} prompt tokens"
-        raise RequestError(
+        raise ContextLengthError(
             f"{prompt}{asked} do not fit the context of {context_tokens}",
             hint="shorten the prompt, lower `max_tokens`, or load with a larger `--context`",
         )

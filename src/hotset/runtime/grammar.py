@@ -157,6 +157,8 @@ class GrammarCompiler:
             raise _refused(what, messages[0])
         # log_level 0: nothing is written to stderr beside our own errors.
         matcher = self._matchers(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # finds rules without an end now, and not in a step
         if matcher.is_error():
             raise _refused(what, matcher.get_error())
         return Matcher(matcher)

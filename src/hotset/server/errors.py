@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-from hotset.core.errors import HotsetError, RequestError
+from hotset.core.errors import ContextLengthError, HotsetError, RequestError
 
 ANTHROPIC_PATHS = "/v1/messages"
 
@@ -79,6 +79,8 @@ def problem_of(error: Exception) -> Problem:
     """
     if isinstance(error, HttpError):
         return error.problem
+    if isinstance(error, ContextLengthError):
+        return Problem(400, _one_line(error), code="context_length_exceeded")
     if isinstance(error, RequestError):
         return Problem(400, _one_line(error), param=error.option)
     if isinstance(error, HotsetError):

@@ -206,15 +206,14 @@ def architectures_page() -> str:
             "CUDA is captured.\n",
             *(f"- `{name}`" for name in names if name not in own_names),
             "\n## Answered one by one\n",
-            "They decode launch by launch in transformers' own cache, because they\n",
-            *(f"- {why.words}: {_listed(why.model_types)}" for why in own_cache),
-            "",
+            "They decode launch by launch in transformers' own cache.\n",
+            *(_section(why.words, why.model_types) for why in own_cache),
         ]
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+def _section(words: str, names: Sequence[str]) -> str:
+    return "\n".join([f"These {words}:\n", *(f"- `{name}`" for name in names), ""])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Its experts are left out of both, because their workspace is charged elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -42,7 +43,15 @@ FORWARDS = ((256, 256), (128, 384), (256, 640), (1, 641), (1, 642))
 
 @cache
 def geometry(model_type: str) -> ModelGeometry:
-    return build_meta(tiny_config(model_type), "float32").geometry
+    """In the library's cache, with the library's masks. Over a pool neither grows with pairs of
+    tokens; `test_a_pool_needs_no_masks` has that."""
+    meta = build_meta(tiny_config(model_type), "float32")
+    used = footprint.measure(meta.model, VOCAB)
+    return replace(
+        meta.geometry,
+        activation_bytes_per_context_token=used.activation_bytes_per_context_token,
+        activation_bytes_per_pair=used.activation_bytes_per_pair,
+    )
 
 
 def real_model(model_type: str) -> Any:
@@ -162,9 +171,22 @@ def test_the_bound_holds_far_from_where_it_was_measured(model_type: str) -> None
     for context in range(2048, 8193, 2048):
         with layers.only(layers.first_of_each):
             kept, peak = footprint._forward(meta.model, VOCAB, 2048, kept)
-        foreseen = meta.geometry.activation_bytes(2048, context)
+        foreseen = geometry(model_type).activation_bytes(2048, context)
         assert peak <= foreseen, (context, peak / foreseen)
     assert foreseen < 3 * peak
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_pool_needs_no_masks(model_type: str) -> None:
+    """What is charged over a pool is no more than in the library's cache, and nothing of it grows
+    with the square of the prompt."""
+    pooled = build_meta(tiny_config(model_type), "float32").geometry
+    in_library = geometry(model_type)
+    if pooled.attention_reason:
+        assert pooled == in_library
+    else:
+        assert pooled.activation_bytes_per_pair == 0
+        assert pooled.activation_bytes(2048, 8192) < in_library.activation_bytes(2048, 8192)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "granitemoe", "minimax"])

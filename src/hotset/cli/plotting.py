@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hotset.core.errors import ConfigError
 
@@ -67,7 +67,7 @@ def draw_curves(
     title: str,
     x: str,
     y: str,
-    legend: str = "best",
+    legend: Literal["best", "lower right", "upper left"] = "best",
     adjust: Callable[[Any], None] = lambda axes: None,
 ) -> None:
     """Writes a picture of lines; `check_plot_path` has looked at the path.

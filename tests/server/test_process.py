@@ -107,6 +107,8 @@ def test_the_second_signal_exits(servers: dict[str, Server]) -> None:
     time.sleep(0.1)
     server.process.send_signal(signal.SIGTERM)
     assert server.exit() == 128 + signal.SIGTERM
+    assert server.process.stderr is not None
+    assert "Traceback" not in server.process.stderr.read()
 
 
 def test_a_step_that_hangs_cannot_hold_the_process(servers: dict[str, Server]) -> None:

@@ -88,6 +88,8 @@ class Process(uvicorn.Server):
     def _signalled(self, sig: int) -> None:
         if self._draining is not None or self.should_exit:
             logger.warning("second signal: exiting without the open requests")
+            # Requests that are cut off now would each be logged with a traceback.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self.exit_code = 128 + sig
             self.force_exit = self.should_exit = True
             return

@@ -156,10 +156,13 @@ class AttentionKernels:
 
 
 def _torch_is_fused(q_QTD: torch.Tensor, v_HPD: torch.Tensor) -> bool:
-    """Whether torch's flash attention takes these."""
+    """Whether torch's flash attention takes these: where it does not, torch would build the whole
+    mask. It is written for compute capability 8.0 and newer."""
     half = q_QTD.dtype in (torch.bfloat16, torch.float16)
     widths = q_QTD.shape[2] == v_HPD.shape[2] <= 256
-    return q_QTD.is_cuda and half and widths
+    if not (q_QTD.is_cuda and half and widths):
+        return False
+    return torch.cuda.get_device_capability(q_QTD.device) >= (8, 0)
 
 
 def _fused_by_torch(

@@ -28,8 +28,9 @@ demo: $(STAMP)  ## Generate text with the embedded model on the CPU
 	$(BIN)/hotset generate pocket --device cpu --max-tokens 80 --temperature 0.7 --top-p 0.9 --seed 1 \
 	  "The history of the city begins"
 
+# Two processes of one thread each: tensors of tests are too small to share among threads.
 test: $(STAMP)  ## Run the tests; ARGS="-k plan" is handed to pytest
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
 check: $(STAMP)  ## Lint, formatting, types, import direction, freshness of generated pages
 	$(BIN)/ruff check

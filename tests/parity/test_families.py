@@ -58,22 +58,27 @@ def test_architecture(tmp_path: Path, model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", SIX)
 def test_sixteen_bits(tmp_path: Path, model_type: str) -> None:
-    """Near stock in the same dtype, and not one bit from itself.
+    """As near to stock in FP32 as stock in the same dtype is, and not one bit from itself.
 
     A rounding of size eps moves a router's choice with a probability of order eps, so logits are
-    off by about sqrt(eps) of their spread on average; a layer without its experts is off by more.
+    off by about sqrt(eps) of their spread on average. Stock's own roundings move some of these
+    random models by more than that, and ours, which are others, may as well; a model without its
+    experts is off by more than both.
     """
     family, ids = make_family(model_type, tmp_path), text(NUM_TOKENS)
-    want = stock_logits(family.stock(torch.bfloat16), ids)
-    bound = torch.finfo(torch.bfloat16).eps ** 0.5
+    want = stock_logits(family.stock(), ids)
+    rounded = stock_logits(family.stock(torch.bfloat16), ids)
+    bound = torch.finfo(torch.bfloat16).eps ** 0.5 + relative_rms(rounded, want)
     with family.with_dtype("bfloat16").engine(policy="none") as engine:
         got = engine.logits(ids)
         assert relative_rms(got, want) <= bound
         assert_invariant(engine, ids, got)
-        for expert in range(engine.geometry.layers[0].num_experts):
-            engine.store.arena.record(0, expert).zero_()
+        for index, layer in enumerate(engine.geometry.layers):
+            for expert in range(layer.num_experts):
+                engine.store.arena.record(index, expert).zero_()
         engine.place(Placement(engine.pools))
-        assert relative_rms(engine.logits(ids), want) > bound, "the control"
+        off = relative_rms(engine.logits(ids), want)
+        assert off > bound, "the control"
 
 
 def assert_contract(family: Family) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hotset.core.errors import RequestError
 from hotset.runtime.text import Detokenizer, Text
 from hotset.server.ask import Ask
-from hotset.server.parsers.base import Piece, Speech
+from hotset.server.parsers.base import Piece, Speech, num_held
 from hotset.server.parsers.registry import make_parser
 
 __all__ = ["AnswerText", "Piece", "Plain", "Speech", "make_speech"]
@@ -59,15 +59,9 @@ class AnswerText:
             )
             self._held = ""
             return text[: text.index(self.stopped_by)]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
+        keep = num_held(text, self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of a text that a stop string begins with."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class Plain:

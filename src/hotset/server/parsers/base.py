@@ -6,7 +6,7 @@ Knows text and the tools of a request; nothing of tokens, sockets or wire format
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,3 +97,14 @@ def parameter(tools: Tools, tool: str, name: str) -> Mapping[str, Any] | None:
     properties = tools.get(tool, {}).get("properties", {})
     schema = properties.get(name) if isinstance(properties, Mapping) else None
     return schema if isinstance(schema, Mapping) else None
+
+
+def num_held(text: str, marks: Iterable[str]) -> int:
+    """Length of the longest end of a text that one of the marks begins with: more text may make it
+    that mark."""
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    longest = min(len(text), len(mark) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

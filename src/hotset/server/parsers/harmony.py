@@ -14,7 +14,7 @@ import json
 import re
 import secrets
 
-from hotset.server.parsers.base import Piece, Tools, make_call
+from hotset.server.parsers.base import Piece, Tools, make_call, num_held
 
 _MARKS = (
     "<|start|>",
@@ -27,7 +27,6 @@ _MARKS = (
 )
 _MARK = re.compile("|".join(re.escape(mark) for mark in _MARKS))
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
-_LONGEST = max(map(len, _MARKS))
 
 
 class HarmonyParser:
@@ -55,7 +54,7 @@ class HarmonyParser:
             self._take(self._text[: match.start()], pieces)
             self._text = self._text[match.end() :]
             self._pass(match[0], pieces)
-        held = self._held()
+        held = num_held(self._text, _MARKS)
         keep = len(self._text) - held
         self._take(self._text[:keep], pieces)
         self._text = self._text[keep:]
@@ -68,14 +67,6 @@ class HarmonyParser:
         self._text = ""
         self._end_message(pieces)
         return pieces
-
-    def _held(self) -> int:
-        """Length of an end that a mark may begin with."""
-        longest = min(len(self._text), _LONGEST - 1)
-        for n in range(longest, 0, -1):
-            if any(mark.startswith(self._text[-n:]) for mark in _MARKS):
-                return n
-        return 0
 
     def _take(self, text: str, pieces: list[Piece]) -> None:
         if not text:

@@ -11,7 +11,7 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.server.parsers.base import Piece, ReadCalls, Tools
+from hotset.server.parsers.base import Piece, ReadCalls, Tools, num_held
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MarkedParser:
             self._take(self._text[:place], pieces)
             self._text = self._text[place + len(mark) :]
             self._pass(mark, pieces)
-        held = max((_overlap(self._text, mark) for mark in self._marks()), default=0)
+        held = num_held(self._text, self._marks())
         keep = len(self._text) - held
         self._take(self._text[:keep], pieces)
         self._text = self._text[keep:]
@@ -147,9 +147,3 @@ class MarkedParser:
         text = self._space + syntax.call_open + self._body + close
         self._in, self._space, self._is_fresh = _In.CONTENT, "", False
         pieces.append(Piece(content=text))
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of a text that a mark begins with."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from hotset.bench.shapes import shape_config, shape_names
 from hotset.core.config import EngineConfig
 from hotset.core.errors import CheckpointError
 from hotset.core.formats import int4
-from hotset.core.geometry import ExpertSpec, ModelGeometry
+from hotset.core.geometry import ModelGeometry
 from hotset.core.machine import MachineDescription
 from hotset.core.units import GIB
 from hotset.models.geometry import build_meta
+from hotset.models.quantised import with_weights
 from hotset.runtime.planning import plan_engine
 
 PAGE = Path(__file__).parents[1] / "docs" / "guides" / "plans.md"
@@ -60,27 +60,11 @@ def rows_of(name: str, machines: list[MachineDescription]) -> Iterator[str]:
     except CheckpointError as error:
         yield f"| {name} | | | {error.message} | |"
         return
-    for label, model in ((name, geometry), (f"{name}, INT4", in_int4(geometry))):
+    in_int4 = with_weights(geometry, int4("bfloat16", group=32))
+    for label, model in ((name, geometry), (f"{name}, INT4", in_int4)):
         cells = " | ".join(cell(model, name, machine) for machine in machines)
         sizes = f"{model.expert_bytes / GIB:.1f} | {model.resident_bytes / GIB:.1f}"
         yield f"| {label} | {sizes} | {cells} |"
-
-
-def in_int4(geometry: ModelGeometry) -> ModelGeometry:
-    """The same model with its experts' weights in four bits."""
-    layers = []
-    for layer in geometry.layers:
-        old = layer.expert
-        expert = ExpertSpec.build(
-            hidden=old.hidden,
-            intermediate=old.intermediate,
-            gate=old.gate,
-            has_bias=old.has_bias,
-            dtype=old.dtype,
-            weights=int4("bfloat16", group=32),
-        )
-        layers.append(replace(layer, expert=expert))
-    return replace(geometry, layers=tuple(layers))
 
 
 def cell(geometry: ModelGeometry, name: str, machine: MachineDescription) -> str:

@@ -37,9 +37,10 @@ from hotset.cli.options import (
     engine_config,
     named_by_flag,
 )
+from hotset.cli.sampling import Seed, Temperature, TopP, chosen_sampling
 from hotset.core import env
 from hotset.core.errors import ConfigError, RequestError
-from hotset.core.request import SamplingParams, check_max_tokens
+from hotset.core.request import check_max_tokens
 
 STOPPED = "stopped"
 
@@ -73,14 +74,9 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. Default: what the context leaves.")
     ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="0..100; 0 is greedy. Default: the checkpoint's.")
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Nucleus sampling, above 0 to 1. Default: the checkpoint's."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable, from 0 on.")] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
     vram: Vram = None,
     ram: Ram = None,
     device: Device = None,
@@ -98,10 +94,8 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset chat pocket --device cpu`
     """
-    sampling = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    request: dict[str, Any] = {name: each for name, each in sampling.items() if each is not None}
+    request = chosen_sampling(temperature=temperature, top_p=top_p, seed=seed)
     with named_by_flag():
-        SamplingParams(**request)
         check_max_tokens(max_tokens)
     if max_tokens is not None:
         request["max_tokens"] = max_tokens

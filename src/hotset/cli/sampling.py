@@ -56,7 +56,9 @@ LogitBias = Annotated[
 ]
 
 
-def chosen_sampling(*, logit_bias: list[str] | None, **given: float | None) -> dict[str, Any]:
+def chosen_sampling(
+    *, logit_bias: list[str] | None = None, **given: float | None
+) -> dict[str, Any]:
     """Fields of `SamplingParams` that were set on the command line.
 
     Raises:

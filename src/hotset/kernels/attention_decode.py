@@ -90,7 +90,7 @@ def workspace_bytes(launch: Launch, *, batch: int, num_heads: int, value_dim: in
 
 
 @triton.jit
-def _parts(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):
+def parts_of(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr):
     """(first position, first tile, number of tiles, tiles of one split) of a row."""
     first = length * 0
     if WINDOW > 0:
@@ -101,7 +101,7 @@ def _parts(length, WINDOW: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexp
 
 
 @triton.jit
-def _weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
+def weighted_sum(p, v, acc, INTERPRET: tl.constexpr):
     """acc + p @ v with p in FP32, on the tensor cores of v's dtype.
 
     p is split in two numbers of that dtype, which together hold twice its significand: rounding p
@@ -127,18 +127,18 @@ def _scores(q, k, inside, scale, softcap, CAPPED: tl.constexpr, INTERPRET: tl.co
 
 
 @triton.jit
-def _take_in(s, v, m, total, acc, INTERPRET: tl.constexpr):
+def take_in(s, v, m, total, acc, INTERPRET: tl.constexpr):
     """(m, total, acc) with one more tile; of its positions at least one is inside, so that the
     maximum is not -inf."""
     m_next = tl.maximum(m, tl.max(s, 1))
     p = tl.exp2(s - m_next[:, None])
     shrink = tl.exp2(m - m_next)
     total = total * shrink + tl.sum(p, 1)
-    return m_next, total, _weighted_sum(p, v, acc * shrink[:, None], INTERPRET)
+    return m_next, total, weighted_sum(p, v, acc * shrink[:, None], INTERPRET)
 
 
 @triton.jit
-def _load_heads(
+def load_heads(
     pool, slot, head, inside, HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr
 ):
     """Rows [TILE, COLS] of one head at `slot`s (tokens of the whole pool), zero where not real."""
@@ -148,7 +148,7 @@ def _load_heads(
 
 
 @triton.jit
-def _slots(table, position, inside, num_blocks, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+def slots_of(table, position, inside, num_blocks, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr):
     """Where positions of a row lie, as tokens of the whole pool, int64."""
     entry = position // BLOCK_TOKENS
     if WINDOW > 0:
@@ -187,7 +187,7 @@ def _partial_kernel(
 ):
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_B + row)
-    first, first_tile, num_tiles, split_tiles = _parts(length, WINDOW, TILE, SPLITS)
+    first, first_tile, num_tiles, split_tiles = parts_of(length, WINDOW, TILE, SPLITS)
     begin = split * split_tiles
     end = tl.minimum(begin + split_tiles, num_tiles)
     if begin >= end:
@@ -204,11 +204,11 @@ def _partial_kernel(
     for tile in range(first_tile + begin, first_tile + end):
         position = tile * TILE + tl.arange(0, TILE)
         inside = (position >= first) & (position < length)
-        slot = _slots(table, position, inside, num_blocks, BLOCK_TOKENS, WINDOW)
-        k = _load_heads(k_pool, slot, kv_head, inside, HEADS, KEY_DIM, KEY_COLS)
-        v = _load_heads(v_pool, slot, kv_head, inside, HEADS, VALUE_DIM, VALUE_COLS)
+        slot = slots_of(table, position, inside, num_blocks, BLOCK_TOKENS, WINDOW)
+        k = load_heads(k_pool, slot, kv_head, inside, HEADS, KEY_DIM, KEY_COLS)
+        v = load_heads(v_pool, slot, kv_head, inside, HEADS, VALUE_DIM, VALUE_COLS)
         s = _scores(q, k, inside, scale, softcap, CAPPED, INTERPRET)
-        m, total, acc = _take_in(s, v, m, total, acc, INTERPRET)
+        m, total, acc = take_in(s, v, m, total, acc, INTERPRET)
 
     # [B, Hq, splits of the grid]; unused splits stay unwritten and are never read.
     at = (row * (HEADS * GROUP) + head) * tl.num_programs(0) + split
@@ -244,7 +244,7 @@ def _reduce_kernel(
         tl.store(out, tl.zeros((COLS,), dtype), mask=d < VALUE_DIM)
         return
 
-    _first, _first_tile, num_tiles, split_tiles = _parts(length, WINDOW, TILE, SPLITS)
+    _first, _first_tile, num_tiles, split_tiles = parts_of(length, WINDOW, TILE, SPLITS)
     split = tl.arange(0, SPLITS)
     used = split * split_tiles < num_tiles
     at = row_head * grid_splits + split
@@ -296,13 +296,6 @@ def decode_attention(
     acc_BQSD = q_BQD.new_empty(batch, num_heads, splits, value_dim, dtype=torch.float32)
     stats_BQS2 = q_BQD.new_empty(batch, num_heads, splits, 2, dtype=torch.float32)
     out = q_BQD.new_empty(batch, num_heads, value_dim) if out is None else out
-    shared = {
-        "WINDOW": window or 0,
-        "VALUE_DIM": value_dim,
-        "TILE": launch.tile,
-        "SPLITS": launch.splits,
-        "INTERPRET": is_interpreted(_partial_kernel),
-    }
     _partial_kernel[(splits, num_kv_heads, batch)](
         q_BQD,
         *(k_pool, v_pool, block_table_BN, lengths_B),
@@ -313,17 +306,42 @@ def decode_attention(
         BLOCK_TOKENS=block_tokens,
         HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
+        WINDOW=window or 0,
         **_widths(launch, key_dim, value_dim),
-        **shared,
     )
+    sum_splits(acc_BQSD, stats_BQS2, lengths_B, out, launch=launch, window=window, sinks_Q=sinks_Q)
+    return out
+
+
+def sum_splits(
+    acc_BQSD: torch.Tensor,
+    stats_BQS2: torch.Tensor,
+    lengths_B: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    launch: Launch,
+    window: int | None = None,
+    sinks_Q: torch.Tensor | None = None,
+) -> None:
+    """Adds up what partial kernels left of each row, into `out` [B, Hq, Dv], contiguous.
+
+    Args:
+        acc_BQSD: FP32, sums of weighted values of each split of the grid.
+        stats_BQS2: FP32, maximum in units of log 2, and sum of weights.
+        launch, window: as of the partial kernel, which cut the rows.
+    """
+    batch, num_heads, splits, value_dim = acc_BQSD.shape
     _reduce_kernel[(triton.cdiv(value_dim, launch.reduce_columns), num_heads, batch)](
         *(acc_BQSD, stats_BQS2, lengths_B, sinks_Q, out, splits),
         HAS_SINKS=sinks_Q is not None,
+        WINDOW=window or 0,
+        VALUE_DIM=value_dim,
         COLS=launch.reduce_columns,
+        TILE=launch.tile,
+        SPLITS=launch.splits,
+        INTERPRET=is_interpreted(_reduce_kernel),
         num_warps=4,
-        **shared,
     )
-    return out
 
 
 def _widths(launch: Launch, key_dim: int, value_dim: int) -> dict[str, int]:
@@ -332,6 +350,10 @@ def _widths(launch: Launch, key_dim: int, value_dim: int) -> dict[str, int]:
         "KEY_DIM": key_dim,
         "KEY_COLS": _columns(key_dim),
         "VALUE_COLS": _columns(value_dim),
+        "VALUE_DIM": value_dim,
+        "TILE": launch.tile,
+        "SPLITS": launch.splits,
+        "INTERPRET": is_interpreted(_partial_kernel),
         "num_warps": launch.warps,
         "num_stages": launch.stages,
     }

@@ -236,7 +236,8 @@ def _weights_of_pair(
     INTERPRET: tl.constexpr,
 ):
     """Weights of two codes of each word (see `code_values`), rounded to `DTYPE`, as `OUT`."""
-    low, high = code_values(word, zero, J, M.codes)
+    codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
+    low, high = code_values(word, zero, J, codes)
     return _round_pair(low * scale, high * scale, M, DTYPE, OUT, INTERPRET)
 
 

@@ -83,22 +83,27 @@ def with_slots(source: RandomWeights, config: EngineConfig, share: float) -> Eng
     Raises:
         CapacityError: the device has no room for so many.
     """
-    _, plan = plan_engine(source.geometry, config)
-    plan.require_fit()
     geometry = source.geometry
+    _, plan = plan_engine(geometry, config)
+    plan.require_fit()
     wanted = round(share * geometry.num_records)
     slot_bytes = max(layer.expert.record_bytes for layer in geometry.layers)
-    least = plan.device.total_bytes - plan.device["slots"]
-    sized = replace(
-        config, vram_bytes=least + wanted * slot_bytes, prefill_chunk=plan.prefill_chunk
+    most_bytes, num_slots = plan.device.total_bytes, plan.num_slots
+    sized = replace(config, prefill_chunk=plan.prefill_chunk, vram_bytes=most_bytes)
+    # Fewer slots bring a staging ring, which takes memory in its turn: so not in one step.
+    for _ in range(8):
+        missing_bytes = (wanted - num_slots) * slot_bytes
+        assert sized.vram_bytes is not None
+        sized = replace(sized, vram_bytes=sized.vram_bytes + missing_bytes)
+        if sized.vram_bytes > most_bytes:
+            break
+        num_slots = plan_engine(geometry, sized)[1].require_fit().num_slots
+        if num_slots == wanted:
+            return sized
+    raise CapacityError(
+        f"`--slots {share:g}` are {wanted} slots, {num_slots} fit",
+        hint="lower `--slots`, `--streams` or `--long-prompt`, or cut with `--layers`",
     )
-    _, plan = plan_engine(geometry, sized)
-    if plan.require_fit().num_slots < wanted:
-        raise CapacityError(
-            f"`--slots {share:g}` are {wanted} slots, {plan.num_slots} fit",
-            hint="lower `--slots`, `--streams` or `--long-prompt`, or cut with `--layers`",
-        )
-    return sized
 
 
 def bench_serve(

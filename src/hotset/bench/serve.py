@@ -88,15 +88,13 @@ def with_slots(source: RandomWeights, config: EngineConfig, share: float) -> Eng
     plan.require_fit()
     wanted = round(share * geometry.num_records)
     slot_bytes = max(layer.expert.record_bytes for layer in geometry.layers)
-    most_bytes, num_slots = plan.device.total_bytes, plan.num_slots
-    sized = replace(config, prefill_chunk=plan.prefill_chunk, vram_bytes=most_bytes)
+    vram_bytes, num_slots = plan.device.total_bytes, plan.num_slots
     # Fewer slots bring a staging ring, which takes memory in its turn: so not in one step.
     for _ in range(8):
-        missing_bytes = (wanted - num_slots) * slot_bytes
-        assert sized.vram_bytes is not None
-        sized = replace(sized, vram_bytes=sized.vram_bytes + missing_bytes)
-        if sized.vram_bytes > most_bytes:
+        vram_bytes += (wanted - num_slots) * slot_bytes
+        if config.vram_bytes is not None and vram_bytes > config.vram_bytes:
             break
+        sized = replace(config, vram_bytes=vram_bytes, prefill_chunk=plan.prefill_chunk)
         num_slots = plan_engine(geometry, sized)[1].require_fit().num_slots
         if num_slots == wanted:
             return sized

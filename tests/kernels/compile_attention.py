@@ -14,7 +14,7 @@ from compile_kernels import AbsentGPU, Compiled
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hotset.kernels import attention_decode, attention_prefill, device, kv_write
+from hotset.kernels import attention_decode, attention_prefill, device, kv_write, latent_decode
 
 
 def layer(
@@ -27,6 +27,16 @@ def layer(
     kv_write.write_kv(*new, *pools, table_BN, lengths_B)
     q_BQD = torch.empty(2, num_heads, key_dim, dtype=dtype)
     attention_decode.decode_attention(q_BQD, *pools, table_BN, lengths_B, scale=0.1, **how)
+
+
+def latents(num_heads: int, rank: int, rope: int, dtype: torch.dtype) -> None:
+    """One decode step of a layer that keeps latents."""
+    pools = [torch.empty(8, 32, 1, dim, dtype=dtype) for dim in (rank, rope)]
+    table_BN, lengths_B = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new = [torch.empty(2, 1, 1, dim, dtype=dtype) for dim in (rank, rope)]
+    kv_write.write_kv(*new, *pools, table_BN, lengths_B)
+    queries = [torch.empty(2, num_heads, dim, dtype=dtype) for dim in (rank, rope)]
+    latent_decode.decode_latents(*queries, *pools, table_BN, lengths_B, scale=0.1)
 
 
 def prompt(
@@ -54,6 +64,13 @@ def main(capability: int) -> None:
     case("odd", 12, 4, 192, 80, torch.float16, softcap=30.0)
     case("wide", 16, 2, 512, 512, bf16)
     case("fp32", 8, 2, 64, 64, torch.float32)
+    for name, *widths in (
+        ("latents, 16 heads", 16, 512, 64, bf16),
+        ("latents, 128 heads", 128, 512, 64, bf16),
+        ("latents, fp32", 20, 512, 64, torch.float32),
+    ):
+        latents(*widths)
+        rows.extend(compiled.facts(name))
     for name, *shape in (
         ("prompt", 32, 4, 128, 128, bf16),
         ("prompt, wide", 16, 2, 256, 256, bf16),

@@ -13,7 +13,7 @@ import pytest
 
 SCRIPT = Path(__file__).with_name("compile_attention.py")
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
-PREFILL = "_prefill_kernel"
+PREFILL, LATENT = "_prefill_kernel", "_latent_kernel"
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,20 @@ def test_keys_and_values_stream_into_tensor_cores(
     assert row["async_copies"] - row["async_copies_16_bytes"] <= 10, row
     # Two programs at least share a multiprocessor of the smallest supported card.
     assert row["shared_bytes"] <= 99 * 1024 // (1 if case == "wide" else 2), row
+
+
+@pytest.mark.parametrize("case", ["latents, 16 heads", "latents, 128 heads", "latents, fp32"])
+def test_latents_stream_into_tensor_cores(
+    facts: dict[tuple[str, str], dict[str, Any]], case: str
+) -> None:
+    row = facts[case, LATENT]
+    assert row["async_copies_16_bytes"] > 0, row
+    # A block of the smallest supported card has as much.
+    assert row["shared_bytes"] <= 99 * 1024, row
+    if case == "latents, fp32":
+        assert row["tensor_core"] == 0 and row["tf32"] == 0, row
+    else:
+        assert row["tensor_core"] > 0, row
 
 
 def test_partial_results_are_summed_16_bytes_at_a_time(
@@ -68,6 +82,9 @@ def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> Non
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
     cases = {case for case, _ in facts}
     prompts = {case for case in cases if case.startswith("prompt")}
-    assert (len(prompts), len(cases)) == (5, 10)
-    decode = {(case, kernel) for case in cases - prompts for kernel in (PARTIAL, REDUCE, WRITE)}
-    assert facts.keys() == decode | {(case, PREFILL) for case in prompts}
+    latents = {case for case in cases if case.startswith("latents")}
+    assert (len(prompts), len(latents), len(cases)) == (5, 3, 13)
+    expected = {(case, kernel) for case in cases - prompts for kernel in (REDUCE, WRITE)}
+    expected |= {(case, PARTIAL) for case in cases - prompts - latents}
+    expected |= {(case, LATENT) for case in latents}
+    assert facts.keys() == expected | {(case, PREFILL) for case in prompts}

@@ -82,6 +82,52 @@ class AttentionKernels:
             sinks_Q=sinks_Q,
         )
 
+    def decode_latents(
+        self,
+        q_BQR: torch.Tensor,
+        q_BQD: torch.Tensor,
+        latent_pool: torch.Tensor,
+        rope_pool: torch.Tensor,
+        block_table_BN: torch.Tensor,
+        lengths_B: torch.Tensor,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attends with one query token a row in latent space: what is cached of a position is one
+        latent and one rotary key for all heads, and the latent is its value too.
+
+        Args:
+            q_BQR: [B, Hq, R], queries in latent space.
+            q_BQD: [B, Hq, D], their rotary parts; dtype of `q_BQR`.
+            latent_pool: [num_blocks, block_tokens, 1, R], dtype of `q_BQR`.
+            rope_pool: [num_blocks, block_tokens, 1, D].
+            block_table_BN, lengths_B: as in `decode`; the table holds whole rows.
+            scale: of q . k, both parts added.
+
+        Returns:
+            [B, Hq, R], weighted sums of latents, contiguous; bits as in `decode`.
+        """
+        assert latent_pool.shape[2] == rope_pool.shape[2] == 1
+        assert latent_pool.shape[:2] == rope_pool.shape[:2]
+        assert q_BQR.shape == (len(lengths_B), q_BQD.shape[1], latent_pool.shape[3])
+        assert q_BQD.shape[::2] == (len(lengths_B), rope_pool.shape[3])
+        assert q_BQR.dtype == q_BQD.dtype == latent_pool.dtype == rope_pool.dtype
+        assert len(block_table_BN) == len(lengths_B)
+        _check_pool(latent_pool, rope_pool, block_table_BN, lengths_B)
+        if self.name == "reference":
+            decode_latents = reference.decode_latents
+        else:
+            from hotset.kernels.latent_decode import decode_latents
+        return decode_latents(
+            _whole_heads(q_BQR),
+            _whole_heads(q_BQD),
+            latent_pool,
+            rope_pool,
+            block_table_BN,
+            lengths_B,
+            scale=scale,
+        )
+
     def prefill(
         self,
         q_QTD: torch.Tensor,

@@ -58,6 +58,33 @@ def decode_attention(
     return out
 
 
+def decode_latents(
+    q_BQR: torch.Tensor,
+    q_BQD: torch.Tensor,
+    latent_pool: torch.Tensor,
+    rope_pool: torch.Tensor,
+    block_table_BN: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """[B, Hq, R] in the dtype of `q_BQR`; see `attention.AttentionKernels.decode_latents`.
+
+    One head of keys (latent and rotary part side by side) whose values are the latents.
+    """
+    out_BQR = torch.zeros_like(q_BQR)
+    q_BQK = torch.cat((q_BQR, q_BQD), dim=-1)
+    for row, length in enumerate(lengths_B.tolist()):
+        if length > 0:
+            latent_P1R, rope_P1D = (
+                gather_rows(pool, block_table_BN[row], range(length))
+                for pool in (latent_pool, rope_pool)
+            )
+            keys = torch.cat((latent_P1R, rope_P1D), dim=-1)
+            out_BQR[row] = attend(q_BQK[row], keys, latent_P1R, scale=scale)
+    return out_BQR
+
+
 def attend(
     q_QD: torch.Tensor,
     k_PHD: torch.Tensor,

@@ -14,33 +14,43 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from hotset.bench.timing import time_ms
 from hotset.models.load import quiet_transformers
 from hotset.models.seam import model_class
 from hotset.runtime.engine import Engine
 
+_STD = 0.02
 
-def time_offload(engine: Engine, num_tokens: int, *, num_layers: int, repeats: int) -> list[float]:
-    """Milliseconds to the first token of a prompt, scaled to all layers of the engine's model.
+
+class OffloadedPrompts:
+    """A stock model that brings each weight from host memory when it runs.
 
     Args:
         engine: whose model's shape is taken; its weights are not.
         num_layers: layers that are really run.
     """
-    model, device = _cut_model(engine.model, num_layers), engine.device
-    cpu_offload(model, execution_device=device)
-    ids = torch.randint(0, engine.geometry.vocab, (1, num_tokens), device=device)
 
-    def prompt() -> None:
-        # Its hooks change tensors in place, which inference tensors do not allow.
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
-        int(logits[0, -1].argmax())
+    def __init__(self, engine: Engine, *, num_layers: int) -> None:
+        self._device, self._vocab = engine.device, engine.geometry.vocab
+        self._scale = engine.geometry.num_layers / num_layers
+        self._model = _cut_model(engine.model, num_layers, device=engine.device)
+        cpu_offload(self._model, execution_device=engine.device)
 
-    times = time_ms(prompt, device=device, repeats=repeats, warmup=1)
-    scale = engine.geometry.num_layers / num_layers
-    return [milliseconds * scale for milliseconds in times]
+    def times(self, num_tokens: int, *, repeats: int) -> list[float]:
+        """Milliseconds to the first token of a prompt, scaled to all layers of the engine's
+        model."""
+        ids = torch.randint(0, self._vocab, (1, num_tokens), device=self._device)
+
+        def prompt() -> None:
+            # Its hooks change tensors in place, which inference tensors do not allow.
+            with torch.no_grad():
+                logits = self._model(input_ids=ids, use_cache=True, logits_to_keep=1).logits
+            int(logits[0, -1].argmax())
+
+        times = time_ms(prompt, device=self._device, repeats=repeats, warmup=1)
+        return [milliseconds * self._scale for milliseconds in times]
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,8 @@ def time_offloaded_decode(
         context_tokens: in the cache of each row.
         num_layers: layers that are really run; what they take is scaled to all of the model's.
     """
-    model, device = _cut_model(engine.model, num_layers), engine.device
+    device = engine.device
+    model = _cut_model(engine.model, num_layers, device)
     scale = engine.geometry.num_layers / num_layers
     decoder = model.get_decoder()
     layers = decoder.layers
@@ -109,17 +120,23 @@ def _decode_ms(
     return sorted(times)[len(times) // 2]
 
 
-def _cut_model(model: PreTrainedModel, num_layers: int) -> PreTrainedModel:
-    """A stock model of the first layers' shape, random, in host memory."""
+def _cut_model(
+    model: PreTrainedModel, num_layers: int, *, device: torch.device
+) -> PreTrainedModel:
+    """A stock model of the first layers' shape in host memory, random, drawn on the device: a
+    processor takes minutes for some billion numbers."""
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:num_layers]
     config._attn_implementation_internal = None
-    with quiet_transformers():
+    with quiet_transformers(), no_init_weights():
         stock: PreTrainedModel = model_class(config)._from_config(
             config, dtype=model.dtype, experts_implementation="grouped_mm"
         )
+    with torch.no_grad():
+        for weight in stock.parameters():
+            weight.copy_(torch.randn(weight.shape, dtype=weight.dtype, device=device) * _STD)
     stock.eval()
     return stock

@@ -129,12 +129,26 @@ def test_prefill_beside_what_one_would_run_instead(run, tmp_path: Path) -> None:
     link = next(r for r in rows if r["case"] == case and r["figure"] == "link bytes")
     # 2 layers, 6 of 8 experts without a slot, each once for all chunks, 12 KiB.
     assert link["p50"] == 2 * 6 * 12288
+    # What the ring really copied, of what it could copy at most: here every expert is used.
+    copied = next(r for r in rows if r["case"] == case and r["figure"] == "copied bytes")
+    assert (copied["p50"], copied["ratio_to_baseline"]) == (link["p50"], 1.0)
+    rate = next(r for r in rows if r["case"] == case and r["figure"] == "copy rate while copying")
+    assert rate["p50"] > 0 and rate["baseline"] == "the copy engine alone"
     assert "speed of light" in picture.read_text()
 
 
 def test_prefill_refuses_more_slots_than_planned(run) -> None:
-    done = run("bench", "prefill", "--tokens", "8", "--slots", "1", *TINY)
+    done = run("bench", "prefill", "--tokens", "8", "--slots", "1", "--vram", "64.3MiB", *TINY)
     assert done.code != 0 and "the plan has" in done.err
+
+
+def test_prefill_plans_the_slots_that_it_is_asked_for(run) -> None:
+    """Without `--vram`: a plan of the whole device would have a slot for every expert."""
+    flags = ("--tokens", "70", "--slots", "0.25", "--staging", "ring", "--offload-layers", "0")
+    done = run("bench", "prefill", *flags, "--repeats", "1", *TINY, "--json")
+    assert done.code == 0, done.err
+    rows = {row["figure"]: row for row in json.loads(done.out)["rows"]}
+    assert rows["copied bytes"]["p50"] == 2 * 6 * 12288
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

@@ -82,7 +82,7 @@ def time_offloaded_decode(
         num_layers: layers that are really run; what they take is scaled to all of the model's.
     """
     device = engine.device
-    model = _cut_model(engine.model, num_layers, device)
+    model = _cut_model(engine.model, num_layers, device=device)
     scale = engine.geometry.num_layers / num_layers
     decoder = model.get_decoder()
     layers = decoder.layers
@@ -120,9 +120,7 @@ def _decode_ms(
     return sorted(times)[len(times) // 2]
 
 
-def _cut_model(
-    model: PreTrainedModel, num_layers: int, *, device: torch.device
-) -> PreTrainedModel:
+def _cut_model(model: PreTrainedModel, num_layers: int, *, device: torch.device) -> PreTrainedModel:
     """A stock model of the first layers' shape in host memory, random, drawn on the device: a
     processor takes minutes for some billion numbers."""
     config = copy.deepcopy(model.config)

@@ -9,47 +9,29 @@ most that can cross the link.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 
-from hotset.bench.offload import time_offload
+from hotset.bench.offload import OffloadedPrompts
+from hotset.bench.prefill_run import PrefillRun, PromptTimes, num_resident
 from hotset.bench.rates import measure_rates
 from hotset.bench.rows import Row, Spread
 from hotset.bench.timing import time_ms
 from hotset.core.costmodel import expert_flops, resident_flops
 from hotset.core.errors import RequestError
-from hotset.core.placement import Placement
-from hotset.core.slot_pools import BoolArray
-from hotset.core.staging import StagingRule
-from hotset.core.units import format_bytes
 from hotset.kernels.attention import AttentionKernels
-from hotset.models.seam import experts_modules
 from hotset.runtime.engine import Engine
-from hotset.runtime.expert_stream import ExpertStream
-from hotset.runtime.moe import MATCH_TOKENS, MoERunner
-from hotset.runtime.prefill import run_together
+from hotset.runtime.moe import MATCH_TOKENS
 
 # Chunks of the comparison that runs one after the other.
 SEPARATE_CHUNK = 2048
-# Groups that wait, and separate chunks, are only slower where there are several.
+# Longest prompts that run in the slower ways too: beyond them the ratios go on as they were, and
+# chunks of 2,048 alone would take minutes.
+MOST_WAITING, MOST_SEPARATE = 32768, 16384
+# Groups that wait are only slower where there are several.
 _LEAST_COMPARED = 1024
 _GEMM_SIDE = {"cuda": 8192, "cpu": 512}
-
-
-@dataclass(frozen=True)
-class _Spent:
-    """One kind of run of one prompt.
-
-    Attributes:
-        times: milliseconds of each repeat, the first token drawn.
-        link_bytes: of records that crossed the link in one of them.
-    """
-
-    times: list[float]
-    link_bytes: float
 
 
 class PrefillBench:
@@ -72,10 +54,9 @@ class PrefillBench:
             )
         self._engine, self._shape, self._slots = engine, shape, slots
         self._repeats = repeats
-        self._placement = self._random_residents()
-        self._modules = list(experts_modules(engine.model).values())
         self._rates = measure_rates(engine.store)
         self._gemm_tflops = _gemm_tflops(engine.device, getattr(torch, engine.geometry.dtype))
+        self._run = PrefillRun(engine, slots=slots, rates=self._rates)
 
     def run(self, lengths: Sequence[int], *, offload_layers: int) -> Iterator[Row]:
         """Rates, then for each length our time and what it is compared with.
@@ -86,83 +67,64 @@ class PrefillBench:
         for name in ("link", "copy", "hbm"):
             yield self._row("rates", name, "GB/s", [getattr(self._rates, f"{name}_gbps")])
         yield self._row("rates", "matrix products", "TFLOP/s", [self._gemm_tflops])
+        medians = {}
         for num_tokens in lengths:
-            yield from self._length(num_tokens, offload_layers)
-
-    def _length(self, num_tokens: int, offload_layers: int) -> Iterator[Row]:
-        case = f"{self._shape}, {self._slots:.0%} slots, {num_tokens} tokens"
-        ours = self._measure(num_tokens, self._engine.plan.prefill_chunk)
-        sol = self._speed_of_light_ms(num_tokens, ours.link_bytes)
-        p50 = Spread.of(ours.times).p50
-        yield self._row(case, "first token", "ms", ours.times, sol=sol)
-        yield self._row(case, "prefill", "tokens/s", [num_tokens / p50 * 1e3])
-        yield self._row(case, "link bytes", "bytes", [ours.link_bytes])
-        yield self._row(case, "link rate", "GB/s", [ours.link_bytes / p50 / 1e6])
-        others: list[tuple[str, list[float]]] = []
-        if num_tokens >= _LEAST_COMPARED and self._engine.store.ring.nbytes:
-            waiting = ExpertStream(self._engine.store, overlap=False)
-            chunk = self._engine.plan.prefill_chunk
-            others.append(("groups that wait", self._measure(num_tokens, chunk, waiting).times))
-        if num_tokens > SEPARATE_CHUNK:
-            apart = self._measure(num_tokens, SEPARATE_CHUNK, together=False)
-            others.append((f"chunks of {SEPARATE_CHUNK} apart", apart.times))
+            ours = self._measure(num_tokens)
+            medians[num_tokens] = Spread.of(ours.times).p50
+            yield from self._ours(num_tokens, ours)
+            for name, times in self._compared(num_tokens):
+                yield self._other(num_tokens, name, times, medians[num_tokens])
         if offload_layers:
-            times = time_offload(
-                self._engine, num_tokens, num_layers=offload_layers, repeats=self._repeats
-            )
+            offloaded = OffloadedPrompts(self._engine, num_layers=offload_layers)
             name = f"accelerate offload, {offload_layers} layers scaled to all"
-            others.append((name, times))
-        for name, times in others:
-            yield self._row(f"{case}, {name}", "first token", "ms", times, baseline=name, ours=p50)
+            for num_tokens in lengths:
+                times = offloaded.times(num_tokens, repeats=self._repeats)
+                yield self._other(num_tokens, name, times, medians[num_tokens])
 
-    def _measure(
-        self,
-        num_tokens: int,
-        chunk: int,
-        stream: ExpertStream | None = None,
-        *,
-        together: bool = True,
-    ) -> _Spent:
-        engine = self._engine
-        if stream is None and engine.store.ring.nbytes:
-            stream = ExpertStream(engine.store)
-        runners = [self._runner(layer, stream) for layer in range(len(self._modules))]
-        run = partial(
-            run_together,
-            modules=self._modules,
-            experts=lambda layer, blocks: runners[layer].run(blocks),
-        )
-        generator = torch.Generator().manual_seed(num_tokens)
-        ids = torch.randint(0, engine.geometry.vocab, (num_tokens,), generator=generator).tolist()
-        chunks = [ids[start : start + chunk] for start in range(0, num_tokens, chunk)]
-        passes = [chunks] if together else [[part] for part in chunks]
+    def _case(self, num_tokens: int) -> str:
+        return f"{self._shape}, {self._slots:.0%} slots, {num_tokens} tokens"
 
-        def prompt() -> None:
-            with engine.steps.exclusive(), engine._sequence(num_tokens) as sequence:
-                for parts in passes:
-                    logits_V = sequence.take_in(parts, run)
-                int(logits_V.argmax())  # the first token; waits for the device
+    def _measure(self, num_tokens: int, *, overlap: bool = True) -> PromptTimes:
+        chunk = self._engine.plan.prefill_chunk
+        return self._run.measure(num_tokens, chunk, repeats=self._repeats, overlap=overlap)
 
-        engine.place(self._placement)
-        before = engine.traffic.link_bytes
-        times = time_ms(prompt, device=engine.device, repeats=self._repeats, warmup=1)
-        return _Spent(times, (engine.traffic.link_bytes - before) / (self._repeats + 1))
+    def _ours(self, num_tokens: int, ours: PromptTimes) -> Iterator[Row]:
+        row = partial(self._row, self._case(num_tokens))
+        sol, p50 = self._speed_of_light_ms(num_tokens, ours.link_bytes), Spread.of(ours.times).p50
+        yield row("first token", "ms", ours.times, sol=sol)
+        yield row("prefill", "tokens/s", [num_tokens / p50 * 1e3])
+        yield row("link bytes", "bytes", [ours.link_bytes])
+        yield row("link rate", "GB/s", [ours.link_bytes / p50 / 1e6])
+        if ours.copy_gbps is not None:
+            # What no slot has crosses once, whether it is routed to or not.
+            cold = self._cold_bytes()
+            yield row("copied bytes", "bytes", [ours.copied_bytes], baseline=("cold bytes", cold))
+            limit = ("the copy engine alone", self._rates.copy_gbps)
+            yield row("copy rate while copying", "GB/s", [ours.copy_gbps], baseline=limit)
+        if ours.peak_bytes:
+            plan = self._engine.plan.device
+            planned = plan.total_bytes - plan["CUDA context"]  # torch's allocator does not see it
+            yield row("device peak", "bytes", [ours.peak_bytes], baseline=("the plan", planned))
 
-    def _runner(self, layer: int, stream: ExpertStream | None) -> MoERunner:
-        engine = self._engine
-        return MoERunner(
-            layer,
-            self._modules[layer],
-            store=engine.store,
-            kernels=engine.kernels,
-            log=engine.steps.log,
-            stream=stream,
-            staging=StagingRule(
-                engine.config.staging,
-                link_gbps=self._rates.link_gbps,
-                copy_gbps=self._rates.copy_gbps,
-            ),
-        )
+    def _compared(self, num_tokens: int) -> Iterator[tuple[str, list[float]]]:
+        """Name and milliseconds of our own ways to run a prompt that are slower."""
+        if _LEAST_COMPARED <= num_tokens <= MOST_WAITING and self._engine.store.ring.nbytes:
+            yield "groups that wait", self._measure(num_tokens, overlap=False).times
+        if SEPARATE_CHUNK < num_tokens <= MOST_SEPARATE:
+            apart = self._run.measure(
+                num_tokens, SEPARATE_CHUNK, repeats=self._repeats, together=False
+            )
+            yield f"chunks of {SEPARATE_CHUNK} apart", apart.times
+
+    def _other(self, num_tokens: int, name: str, times: list[float], ours: float) -> Row:
+        case = f"{self._case(num_tokens)}, {name}"
+        return self._row(case, "first token", "ms", times, baseline=("hotset", ours), inverse=True)
+
+    def _cold_bytes(self) -> float:
+        """Of all experts without a slot."""
+        layers = self._engine.geometry.layers
+        cold = [n.num_experts - num_resident(self._slots, n.num_experts) for n in layers]
+        return sum(n * x.expert.record_bytes for n, x in zip(cold, layers, strict=True))
 
     def _speed_of_light_ms(self, num_tokens: int, link_bytes: float) -> float:
         """Layers are alike, so the longest term of one is the longest of all: records over the
@@ -202,21 +164,6 @@ class PrefillBench:
             total += known[key]
         return total
 
-    def _random_residents(self) -> Placement:
-        pools, rng = self._engine.pools, np.random.default_rng(0)
-        resident_LE: BoolArray = np.zeros((len(pools.num_experts), pools.max_experts), dtype=bool)
-        for layer, num_experts in enumerate(pools.num_experts):
-            order = rng.permutation(num_experts)
-            resident_LE[layer, order[: round(self._slots * num_experts)]] = True
-        wanted = int(resident_LE.sum())
-        if wanted > self._engine.plan.num_slots:
-            raise RequestError(
-                f"`--slots {self._slots:g}` are {wanted} slots, the plan has "
-                f"{self._engine.plan.num_slots}",
-                hint="raise `--vram`, or lower `--context` or `--slots`",
-            )
-        return Placement.from_residents(pools, resident_LE)
-
     def _row(
         self,
         case: str,
@@ -225,10 +172,12 @@ class PrefillBench:
         values: list[float],
         *,
         sol: float | None = None,
-        baseline: str | None = None,
-        ours: float | None = None,
+        baseline: tuple[str, float] | None = None,
+        inverse: bool = False,
     ) -> Row:
+        """One figure; of times, the baseline's over ours where that is the better one."""
         spread = Spread.of(values)
+        ratio = None if baseline is None else spread.p50 / baseline[1]
         return Row(
             bench="rates" if case == "rates" else "prefill",
             case=self._shape if case == "rates" else case,
@@ -237,18 +186,9 @@ class PrefillBench:
             **vars(spread),
             sol=sol,
             ratio_to_sol=None if sol is None else sol / spread.p50,
-            baseline=None if baseline is None else "hotset",
-            ratio_to_baseline=None if ours is None else ours / spread.p50,
+            baseline=None if baseline is None else baseline[0],
+            ratio_to_baseline=None if ratio is None else (1 / ratio if inverse else ratio),
         )
-
-
-def describe_memory(engine: Engine) -> str:
-    """Peak of the device against its plan, in words; empty on a CPU."""
-    if engine.device.type != "cuda":
-        return ""
-    peak = torch.cuda.max_memory_allocated(engine.device)
-    planned = engine.plan.device.total_bytes - engine.plan.device["CUDA context"]
-    return f"device peak {format_bytes(peak)} of {format_bytes(planned)} planned"
 
 
 def _gemm_tflops(device: torch.device, dtype: torch.dtype) -> float:

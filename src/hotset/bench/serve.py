@@ -100,7 +100,7 @@ def with_slots(source: RandomWeights, config: EngineConfig, share: float) -> Eng
             return sized
     raise CapacityError(
         f"`--slots {share:g}` are {wanted} slots, {num_slots} fit",
-        hint="lower `--slots`, `--streams` or `--long-prompt`, or cut with `--layers`",
+        hint="lower `--slots` or what is asked for at once, or cut with `--layers`",
     )
 
 

@@ -192,18 +192,20 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
         kernels=kernels,
         staging=staging,
     )
-    from hotset.bench.prefill import PrefillBench, describe_memory
+    from hotset.bench.prefill import PrefillBench
     from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.serve import with_slots
     from hotset.bench.shapes import shape_config
     from hotset.runtime.engine import Engine
 
     source = RandomWeights(shape_config(shape, num_layers=layers))
+    if vram is None:  # with all of a large device every expert would have a slot, and no ring
+        config = with_slots(source, config, share)
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
     with engine:
         bench = PrefillBench(engine, shape=shape, slots=share, repeats=repeats)
         found = report(bench.run(lengths, offload_layers=offload_layers), rows, as_json=as_json)
-        typer.echo(describe_memory(engine), err=True)
     if plot is not None:
         from hotset.cli.prefill_plot import draw
 

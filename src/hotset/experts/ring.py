@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -46,6 +47,14 @@ class Staged:
     address: int
 
 
+class CopyTimer(Protocol):
+    """Told when the copies of a group set off and end, on the stream that they are ordered on."""
+
+    def begin(self, stream: torch.cuda.Stream | None) -> None: ...
+
+    def end(self, stream: torch.cuda.Stream | None, num_bytes: int) -> None: ...
+
+
 class Ring:
     """Copies records of one arena to one device.
 
@@ -59,6 +68,7 @@ class Ring:
 
     Attributes:
         copied_bytes: bytes copied from the arena so far, slots and staging together.
+        timer: of the copies into staging buffers, for benchmarks.
     """
 
     def __init__(
@@ -88,6 +98,7 @@ class Ring:
                 free.record(torch.cuda.current_stream(device))
         self._idle = deque(range(len(self._buffers)))
         self.copied_bytes = 0
+        self.timer: CopyTimer | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,11 +150,15 @@ class Ring:
             self._stream.wait_event(free)
             context = torch.cuda.stream(self._stream)
         with context:
+            if self.timer is not None:
+                self.timer.begin(self._stream)
             for start, end in _runs(experts):
                 source = self._arena.record(layer, experts[start], end - start)
                 target = buffer[start * record_bytes : end * record_bytes]
                 target.copy_(source, non_blocking=True)
                 self.copied_bytes += source.numel()
+            if self.timer is not None:
+                self.timer.end(self._stream, len(experts) * record_bytes)
             if ready is not None:
                 ready.record(self._stream)
         return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())

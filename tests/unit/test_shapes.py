@@ -55,3 +55,10 @@ def test_captured_steps_of_many_rows_are_planned_with_their_partial_results() ->
         pools.append(plan.device["graph pools"])
     one_row = 4 * 16 * 32 * (128 + 2) + geometry.vocab * (2 + 4)
     assert pools == [GRAPH_BYTES, 7 * GRAPH_BYTES + 120 * one_row]
+
+
+def test_a_shape_may_have_positions_for_a_longer_context() -> None:
+    assert shape_config("qwen3-30b-a3b").max_position_embeddings == 40960
+    longer = shape_config("qwen3-30b-a3b", context_tokens=100_352)
+    assert build_meta(longer, "bfloat16").geometry.max_context == 100_352
+    assert shape_config("qwen3-30b-a3b", context_tokens=512).max_position_embeddings == 40960

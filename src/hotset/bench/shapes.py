@@ -24,12 +24,16 @@ def shape_names() -> tuple[str, ...]:
     return tuple(_shapes())
 
 
-def shape_config(name: str, *, num_layers: int | None = None) -> PretrainedConfig:
+def shape_config(
+    name: str, *, num_layers: int | None = None, context_tokens: int = 0
+) -> PretrainedConfig:
     """The config of a published shape.
 
     Args:
         name: one of `shape_names`.
         num_layers: cut the depth to this many decoder layers.
+        context_tokens: let it have positions for so many tokens, if it was made for fewer: to
+            random weights they are all alike.
 
     Raises:
         ConfigError: an unknown name.
@@ -44,6 +48,10 @@ def shape_config(name: str, *, num_layers: int | None = None) -> PretrainedConfi
         values = {**values, "num_hidden_layers": num_layers}
     fixed = {"tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": None}
     config: PretrainedConfig = AutoConfig.for_model(model_type, **{**fixed, **values})
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest is not None and longest < context_tokens:
+        text.max_position_embeddings = context_tokens
     return config
 
 

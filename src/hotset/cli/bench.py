@@ -187,7 +187,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
         f"random {shape}",
         vram=vram,
         device=device,
-        context=max(lengths) + 1,  # and the first token
+        context=max(lengths) + 1,
         prefill_chunk=prefill_chunk,
         kernels=kernels,
         staging=staging,
@@ -198,7 +198,8 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     from hotset.bench.shapes import shape_config
     from hotset.runtime.engine import Engine
 
-    source = RandomWeights(shape_config(shape, num_layers=layers))
+    longest = max(lengths) + 1  # and the first token
+    source = RandomWeights(shape_config(shape, num_layers=layers, context_tokens=longest))
     if vram is None:  # with all of a large device every expert would have a slot, and no ring
         config = with_slots(source, config, share)
     with loading_bar() as progress:

@@ -159,7 +159,7 @@ def test_what_is_too_old_or_damaged_is_measured_anew(
 def test_the_command_writes_what_a_plan_reads(
     tmp_path: Path, small_probe: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
     args = ["doctor", "--device", "cpu", "-o", str(tmp_path / "m.json")]
     done = CliRunner().invoke(app, [*args, "--json"])
     assert done.exit_code == 0, done.output

@@ -22,7 +22,7 @@ from hotset.core.costmodel import decode_step, predict_step
 from hotset.core.placement import Placement
 from hotset.core.policy import FloatArray, Lru, NoPolicy, StaticUniform, make_policy
 from hotset.runtime.engine import Engine
-from hotset.runtime.planning import described
+from hotset.runtime.known_rates import described
 
 # The figure of a whole step in tokens per second, and who else has it.
 SPEED = "decode"

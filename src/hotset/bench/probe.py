@@ -7,13 +7,13 @@ figure; nothing is assumed in its place.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import logging
 import os
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,22 +26,17 @@ from hotset.core.hardware import Machine
 from hotset.core.machine import Figure, MachineDescription
 from hotset.core.units import MIB, format_bytes
 from hotset.experts.arena import HostArena
+from hotset.runtime.known_rates import kept_file, kept_rates
 from hotset.runtime.link import read_link
 from hotset.runtime.probe import choose_device, probe_machine
 
 logger = logging.getLogger(__name__)
 
-CACHE_DAYS = 30
 DISK_BYTES = 256 * MIB
 
 # Intermediate sizes of BF16 experts with a hidden size of 2048: records of 1.5 and 9 MiB.
 _RECORDS = (128, 768)
 _LINK_BYTES = 512 * MIB
-
-
-def cache_folder() -> Path:
-    """Where measured machines are kept."""
-    return Path.home() / ".cache" / "hotset"
 
 
 def describe_machine(
@@ -53,31 +48,23 @@ def describe_machine(
 
     Args:
         fresh: measure even so.
-        folder: of the cache.
+        folder: where it is kept; default `known_rates.kept_folder`.
 
     Raises:
         HardwareError: CUDA is asked for and not there, or does not let memory be page-locked.
     """
     machine = probe_machine(device)
-    folder = folder or cache_folder()
-    file = folder / f"machine-{_key(machine)}.json"
-    known = None if fresh else _read_cache(file)
+    file = kept_file(machine, folder)
+    known = None if fresh else kept_rates(machine, folder=folder)
     if known is None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            known = measure_machine(machine, disk=folder)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            known = measure_machine(machine, disk=file.parent)
             known.save(file)
         except (OSError, ConfigError) as error:
             logger.warning("measured rates are not kept, `%s` cannot be written: %s", file, error)
             known = known or measure_machine(machine)
-    return MachineDescription(
-        name=known.name,
-        machine=machine,
-        link_generation=known.link_generation,
-        link_width=known.link_width,
-        figures=known.figures,
-        notes=known.notes,
-    )
+    return replace(known, machine=machine)
 
 
 def measure_machine(machine: Machine, *, disk: Path | None = None) -> MachineDescription:
@@ -161,23 +148,3 @@ def _figure(value: float, how: str, *, record: int | None = None) -> Figure:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     value = float(f"{value:.4g}")
     return Figure(value=value, origin="measured", how=how, date=today, record_bytes=record)
-
-
-def _key(machine: Machine) -> str:
-    """Equal for the same hardware under the same torch."""
-    parts = (machine.device, machine.device_name, machine.vram_total_bytes)
-    host = (machine.host.total_bytes, machine.num_cpu_cores, os.uname().nodename)
-    return hashlib.sha256(repr((*parts, *host, torch.__version__)).encode()).hexdigest()[:16]
-
-
-def _read_cache(file: Path) -> MachineDescription | None:
-    """What was measured; `None` without it, when it is too old, or of another version."""
-    if not file.is_file():
-        return None
-    try:
-        known = MachineDescription.load(file)
-    except ConfigError:
-        return None  # of an older program; it is measured and written anew
-    dates = [datetime.date.fromisoformat(f.date) for fs in known.figures.values() for f in fs]
-    today = datetime.datetime.now(datetime.UTC).date()
-    return known if all((today - date).days <= CACHE_DAYS for date in dates) else None

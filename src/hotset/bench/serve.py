@@ -23,7 +23,8 @@ from hotset.core.config import EngineConfig
 from hotset.core.costmodel import Rates, decode_step, predict_step
 from hotset.core.errors import CapacityError, HardwareError
 from hotset.runtime.engine import Engine
-from hotset.runtime.planning import described, plan_engine
+from hotset.runtime.known_rates import described
+from hotset.runtime.planning import plan_engine
 from hotset.runtime.requests import Event, Request
 from hotset.runtime.routing import Traffic
 from hotset.runtime.scheduler import Scheduler

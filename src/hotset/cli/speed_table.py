@@ -36,6 +36,8 @@ def speed_table(speed: Speed) -> Table:
         f"{prompt.experts_ms:.0f} ms (the link {prompt.stream_ms:.0f}), the rest "
         f"{prompt.total_ms - prompt.experts_ms:.0f} ms",
     )
+    if speed.rates_source:
+        add_row(table, "rates", "", speed.rates_source)
     if speed.load_seconds is not None:
         add_row(table, "load", f"{speed.load_seconds:.0f} s", "all weights from disk once")
     if speed.slot_share == 1:

@@ -31,6 +31,7 @@ class Rates:
         copy_gbps: host to device copies of long runs by the copy engine.
         hbm_gbps: device memory, read only.
         gemm_tflops: matrix products in the model's dtype, 1e12 operations per second.
+        expert_tflops: those of many experts in one launch; `None` for as fast as any.
         cpu_gbps: host memory read by all cores.
         disk_gbps: files read in sequence.
         layer_us: what a decoder layer of a decode step takes beyond its bytes, microseconds.
@@ -40,6 +41,7 @@ class Rates:
     copy_gbps: float
     hbm_gbps: float
     gemm_tflops: float | None = None
+    expert_tflops: float | None = None
     cpu_gbps: float | None = None
     disk_gbps: float | None = None
     layer_us: float = 0.0
@@ -190,13 +192,14 @@ def predict_prompt(
     ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
     starts = [0, *ends[:-1]]
     stream = experts = resident = attention = 0.0
+    products = replace(rates, gemm_tflops=rates.expert_tflops or rates.gemm_tflops)
     for start, end in zip(starts, ends, strict=True):
         tokens = end - start
         rate = rates.copy_gbps if tokens >= ring_tokens else rates.link_gbps
         for layer, share in zip(geometry.layers, resident_share, strict=True):
             size = distinct_experts(layer, tokens) * layer.expert.record_bytes / 1e6
             missing = size * (1 - share) / rate
-            flops = _flops_ms(expert_flops(layer) * tokens * layer.top_k, rates)
+            flops = _flops_ms(expert_flops(layer) * tokens * layer.top_k, products)
             stream += missing
             experts += max(missing, flops, size * share / rates.hbm_gbps)
         read = geometry.resident_read_bytes / rates.hbm_gbps / 1e6

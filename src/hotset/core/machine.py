@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from difflib import get_close_matches
 from math import isfinite, log
 from pathlib import Path
@@ -27,14 +27,16 @@ UNITS = {
     "link_copy": "GB/s",
     "hbm": "GB/s",
     "gemm": "TFLOP/s",
+    "expert_gemm": "TFLOP/s",
     "cpu_memory": "GB/s",
     "disk": "GB/s",
     "decode_layer": "us",
 }
 """Every figure there is, in units of 1e9 bytes or 1e12 operations per second: kernels reading
 page-locked host memory in place, the copy engine from host to device, device memory read only,
-BF16 matrix products with FP32 sums, host memory read by all cores, and files read from disk. The
-last is a time: what a decoder layer of a decode step takes beyond its bytes."""
+BF16 matrix products with FP32 sums, those of many experts in one launch (several hundred tokens
+each), host memory read by all cores, and files read from disk. The last is a time: what a decoder
+layer of a decode step takes beyond its bytes."""
 
 LINK_FIGURES = ("link_zero_copy", "link_copy")
 
@@ -96,6 +98,7 @@ class MachineDescription:
         link_generation, link_width: of PCIe, `None` where unknown or where there is no GPU.
         figures: by the keys of `UNITS`; several of one kind differ in `record_bytes`.
         notes: what else a reader should know.
+        source: where the figures come from, one phrase; not part of a file.
     """
 
     name: str
@@ -104,6 +107,25 @@ class MachineDescription:
     link_width: int | None = None
     figures: Mapping[str, tuple[Figure, ...]] = field(default_factory=dict)
     notes: str = ""
+    source: str = field(default="", compare=False)
+
+    @property
+    def dates(self) -> tuple[datetime.date, datetime.date]:
+        """Of the oldest and the newest figure; today without any."""
+        found = (figure.date for points in self.figures.values() for figure in points)
+        dates = [datetime.date.fromisoformat(date) for date in found]
+        today = datetime.datetime.now(datetime.UTC).date()
+        return min(dates, default=today), max(dates, default=today)
+
+    def completed_by(self, other: MachineDescription) -> MachineDescription:
+        """This one, with the other's figures of the kinds that it has none of."""
+        added = {k: points for k, points in other.figures.items() if k not in self.figures}
+        names = ", ".join(f"`{kind}`" for kind in added)
+        return replace(
+            self,
+            figures={**self.figures, **added},
+            source=f"{self.source}; {names}: {other.source}" if added else self.source,
+        )
 
     def figure(self, kind: str, *, record_bytes: int | None = None) -> Figure | None:
         """The figure of a kind that was taken at the nearest record size; `None` without one.
@@ -137,6 +159,7 @@ class MachineDescription:
             copy_gbps=self._needed("link_copy", None).value,
             hbm_gbps=self._needed("hbm", None).value,
             gemm_tflops=self._value("gemm"),
+            expert_tflops=self._value("expert_gemm"),
             cpu_gbps=self._value("cpu_memory"),
             disk_gbps=self._value("disk"),
             layer_us=self._value("decode_layer") or 0.0,
@@ -201,7 +224,7 @@ class MachineDescription:
             raise ConfigError(
                 f"`{where}` is version {data.get('version')!r}, this program reads {VERSION}"
             )
-        own = {f.name for f in fields(cls)}
+        own = {f.name for f in fields(cls)} - {"source"}
         if missing := sorted({"name", "machine", "figures"} - data.keys()):
             raise ConfigError(f"`{where}` lacks {', '.join(f'`{key}`' for key in missing)}")
         if unknown := sorted(data.keys() - own - {"format", "version"}):
@@ -242,7 +265,11 @@ class MachineDescription:
             raise ConfigError(f"there is no machine `{name}`", hint=hint) from error
         except (OSError, ValueError) as error:
             raise ConfigError(f"machine file `{path}` cannot be read: {error}") from error
-        return cls.from_dict(data, where=str(name))
+        found = cls.from_dict(data, where=str(name))
+        first, last = found.dates
+        days = f"{first}" if first == last else f"{first} to {last}"
+        where = f"`{name}` of the package" if is_name else f"`{path}`"
+        return replace(found, source=f"{where}, of {days}")
 
     def save(self, path: Path) -> None:
         """Writes a JSON file.

@@ -64,6 +64,7 @@ class Speed:
             `core.costmodel`; `None` where the CPU's rate is not known.
         half_life: for the policy, steps; `None` where the hit curve has none.
         assumptions: what was not measured for this model on this machine.
+        rates_source: where the machine's rates come from and how old they are, one phrase.
     """
 
     workload: Workload
@@ -78,6 +79,7 @@ class Speed:
     cpu_break_even: float | None
     half_life: float | None
     assumptions: tuple[str, ...]
+    rates_source: str = ""
 
     @property
     def first_token_seconds(self) -> float:
@@ -102,6 +104,7 @@ class SpeedModel:
         rates: the machine's.
         curve: hits over slots, and how many rows a step has.
         assumptions: about the rates; those about the curve and the model are added.
+        rates_source: see `Speed`.
     """
 
     def __init__(
@@ -111,8 +114,10 @@ class SpeedModel:
         curve: HitCurve,
         *,
         assumptions: Sequence[str] = (),
+        rates_source: str = "",
     ) -> None:
         self.geometry, self.rates, self.curve = geometry, rates, curve
+        self.rates_source = rates_source
         self.assumptions = (*assumptions, *self._own_assumptions())
 
     @classmethod
@@ -126,7 +131,13 @@ class SpeedModel:
         """
         record_bytes = max(layer.expert.record_bytes for layer in geometry.layers)
         rates = description.rates(record_bytes=record_bytes)
-        return cls(geometry, rates, curve, assumptions=description.caveats())
+        return cls(
+            geometry,
+            rates,
+            curve,
+            assumptions=description.caveats(),
+            rates_source=description.source,
+        )
 
     def predict(
         self,
@@ -182,6 +193,7 @@ class SpeedModel:
             cpu_break_even=cpu_break_even(self.rates, held),
             half_life=self.curve.half_life,
             assumptions=self.assumptions,
+            rates_source=self.rates_source,
         )
 
     def _own_assumptions(self) -> list[str]:

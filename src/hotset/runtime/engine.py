@@ -27,7 +27,6 @@ from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
 from hotset.core.request import SamplingParams, check_length
 from hotset.core.slot_pools import SlotPools
-from hotset.core.staging import StagingRule
 from hotset.core.units import format_bytes
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
@@ -42,6 +41,7 @@ from hotset.runtime.decoding import (
 )
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
+from hotset.runtime.known_rates import described, staging_rule
 from hotset.runtime.memory import room_for_step
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
@@ -161,6 +161,7 @@ class Engine(Closing):
         fills = FillPlanner(self.policy, self.store) if self.policy.moves else None
         tee = Tee(self.policy, self.store) if self.policy.moves else None
         stream = ExpertStream(self.store) if self.store.ring.nbytes else None
+        staging = staging_rule(self.geometry, self.config, described(self.machine))
         modules = experts_modules(self.model).values()
         self._runners = [
             MoERunner(
@@ -170,7 +171,7 @@ class Engine(Closing):
                 kernels=self.kernels,
                 log=log,
                 stream=stream,
-                staging=StagingRule(self.config.staging),
+                staging=staging,
                 fills=fills.layers[layer] if fills else None,
                 tee=tee,
             )

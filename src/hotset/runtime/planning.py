@@ -9,7 +9,7 @@ from hotset.core.config import EngineConfig
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import Machine
 from hotset.core.hit_curve import HitCurve, assumed_curve
-from hotset.core.machine import MachineDescription, shipped_machines
+from hotset.core.machine import MachineDescription
 from hotset.core.plan import MemoryPlan
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.record import DTYPE_BYTES
@@ -17,6 +17,7 @@ from hotset.core.speed import SpeedModel
 from hotset.core.sweep import sweep_contexts
 from hotset.core.units import MIB
 from hotset.kernels.attention_decode import launch_shape, workspace_bytes
+from hotset.runtime.known_rates import described
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
 from hotset.runtime.state_rows import state_bytes
@@ -83,14 +84,6 @@ def _parts(
     speed = None if predicted is None else speed_model(geometry, predicted, curve)
     spaces = [*_workspaces(geometry, config, on_cuda=machine.device == "cuda")]
     return machine, spaces, speed
-
-
-def described(machine: Machine) -> MachineDescription | None:
-    """Rates of a machine like this one that come with the package; `None` without any."""
-    if machine.device != "cuda":
-        return None
-    shipped = map(MachineDescription.load, shipped_machines())
-    return next((d for d in shipped if d.machine.device_name == machine.device_name), None)
 
 
 def logits_chunk(geometry: ModelGeometry) -> int:

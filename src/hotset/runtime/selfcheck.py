@@ -13,7 +13,8 @@ from typing import Any
 from hotset.core.costmodel import predict_step
 from hotset.core.units import format_bytes
 from hotset.runtime.engine import Engine
-from hotset.runtime.planning import described, speed_model
+from hotset.runtime.known_rates import described
+from hotset.runtime.planning import speed_model
 
 TOLERANCE = 0.10
 """Share of the planned figure that a measured one may be off."""

@@ -16,9 +16,9 @@ from hotset.core.machine import LINK_FIGURES, pcie_gbps
 from hotset.core.slot_pools import BoolArray, IntArray
 from hotset.runtime.engine import Engine
 from hotset.runtime.heat import Heat
+from hotset.runtime.known_rates import described
 from hotset.runtime.link import read_link
 from hotset.runtime.memory import measure
-from hotset.runtime.planning import described
 from hotset.runtime.routing import Traffic
 
 

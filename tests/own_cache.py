@@ -26,14 +26,6 @@ class OwnCache:
 
 OWN_CACHE = (
     OwnCache(
-        "computes with what it caches before it attends",
-        "keep latents (MLA), and expand those of the whole context in every forward",
-        (
-            *("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-            *("kimi_k25", "kimi_linear", "mistral4"),
-        ),
-    ),
-    OwnCache(
         "caches more than keys, values and a state (DynamicIndexedLayer)",
         "keep the keys of an indexer too, which chooses what is attended to",
         (

@@ -25,6 +25,8 @@ from tiny import build_tiny, tiny_config
 
 EPS32 = 2.0**-23
 KERNELS = AttentionKernels("reference")
+# One shorter than every window (16) and block (8), one longer; both end beyond a window.
+PROMPTS = [list(range(3, 8)), list(range(9, 42))]
 
 
 def make_model(name: str) -> Any:
@@ -137,6 +139,28 @@ class Ours:
             )
         batch.put_back()
         return out.logits[:, -1]
+
+
+def decode_both(stock: Stock, ours: Ours, *, chunk: int | None = None) -> list[torch.Tensor]:
+    """Logits of both sequences, [number of tokens, V]; the stock tokens are fed to both."""
+    rows = [ours.pool.open() for _ in PROMPTS]
+    logits = [
+        [ours.prefill(row, prompt, chunk)[-1]] for row, prompt in zip(rows, PROMPTS, strict=True)
+    ]
+    batch = DecodeBatch(ours.pool, 4, kernels=KERNELS)
+    batch.assign([rows[1], None, rows[0]])  # padding in the middle and at the end
+    cache = KVCache(batch)
+    for step in range(len(stock.tokens[0]) - 1):
+        fed = [stock.tokens[1][step], 0, stock.tokens[0][step], 0]
+        out_BV = ours.decode(batch, cache, fed)
+        logits[1].append(out_BV[0])
+        logits[0].append(out_BV[2])
+    return [torch.stack(parts) for parts in logits]
+
+
+def largest_difference(stock: Stock, logits: list[torch.Tensor]) -> float:
+    pairs = zip(logits, stock.logits, strict=True)
+    return max(float((ours - theirs).abs().max().nan_to_num(torch.inf)) for ours, theirs in pairs)
 
 
 def logits_bound(stock: Stock, num_draws: int = 5) -> float:

@@ -12,40 +12,25 @@ from hotset.core.errors import RequestError
 from hotset.models.attention import AttentionSwitch, shared_compilation
 from hotset.models.attention_probe import find_attention
 from hotset.runtime.kv_cache import DecodeBatch, KVCache, PrefillStep
-from parity.cache_support import KERNELS, Ours, Stock, generate_stock, logits_bound
+from parity.cache_support import (
+    KERNELS,
+    PROMPTS,
+    Ours,
+    Stock,
+    decode_both,
+    generate_stock,
+    largest_difference,
+    logits_bound,
+)
 from tiny import build_tiny, tiny_config
 
 MODELS = ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "mimo_v2_flash", "gemma2"]
 NUM_TOKENS = 40
-# One shorter than every window (16) and block (8), one longer; both end beyond a window.
-PROMPTS = [list(range(3, 8)), list(range(9, 42))]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def stock(request: pytest.FixtureRequest) -> Stock:
     return generate_stock(request.param, PROMPTS, NUM_TOKENS)
-
-
-def decode_both(stock: Stock, ours: Ours, *, chunk: int | None = None) -> list[torch.Tensor]:
-    """Logits of both sequences, [NUM_TOKENS, V]; the stock tokens are fed to both."""
-    rows = [ours.pool.open() for _ in PROMPTS]
-    logits = [
-        [ours.prefill(row, prompt, chunk)[-1]] for row, prompt in zip(rows, PROMPTS, strict=True)
-    ]
-    batch = DecodeBatch(ours.pool, 4, kernels=KERNELS)
-    batch.assign([rows[1], None, rows[0]])  # padding in the middle and at the end
-    cache = KVCache(batch)
-    for step in range(NUM_TOKENS - 1):
-        fed = [stock.tokens[1][step], 0, stock.tokens[0][step], 0]
-        out_BV = ours.decode(batch, cache, fed)
-        logits[1].append(out_BV[0])
-        logits[0].append(out_BV[2])
-    return [torch.stack(parts) for parts in logits]
-
-
-def largest_difference(stock: Stock, logits: list[torch.Tensor]) -> float:
-    pairs = zip(logits, stock.logits, strict=True)
-    return max(float((ours - theirs).abs().max().nan_to_num(torch.inf)) for ours, theirs in pairs)
 
 
 @pytest.mark.parametrize("chunk", [None, 7, 16])
@@ -194,13 +179,14 @@ def test_the_switch_leaves_everything_as_it_was(small: Stock) -> None:
         assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_layers_share_their_compilation() -> None:
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3"])
+def test_layers_share_their_compilation(model_type: str) -> None:
     """As many graphs for four layers as for two: nothing in them is of one layer alone."""
     counts = []
     for num_layers in (2, 4):
-        config: Any = tiny_config("qwen3_moe")
-        config.num_hidden_layers = num_layers
-        stock = build_tiny("qwen3_moe", config=config)
+        config: Any = tiny_config(model_type)
+        config.num_hidden_layers, config.first_k_dense_replace = num_layers, 0
+        stock = build_tiny(model_type, config=config)
         layers = find_attention(stock).layers
         stock.set_experts_implementation("batched_mm")
         ours = Ours(Stock(stock, layers, PROMPTS), num_rows=1)

@@ -68,8 +68,8 @@ class Workspace:
 
     With T tokens in the forward and C of context, these included:
     `fixed + per_token * T + per_context_token * C + per_pair * T * C`, where of T no more than
-    `most_tokens` count per token. Everything that allocates on the device declares one. Those of
-    one name are one line.
+    `most_tokens` count per token, and what C takes is no more than `most_context_bytes`. Everything
+    that allocates on the device declares one. Those of one name are one line.
     """
 
     name: str
@@ -79,14 +79,16 @@ class Workspace:
     bytes_per_context_token: int = 0
     bytes_per_pair: int = 0
     most_tokens: int | None = None
+    most_context_bytes: int | None = None
 
     def num_bytes(self, sizes: Sizes) -> int:
         """Bytes for the largest prefill chunk at the end of the longest context."""
         tokens, context = sizes.prefill_chunk, sizes.context_tokens
+        of_context = self.bytes_per_context_token * context
         return (
             self.fixed_bytes
             + self.bytes_per_token * min(tokens, self.most_tokens or tokens)
-            + self.bytes_per_context_token * context
+            + min(of_context, self.most_context_bytes or of_context)
             + self.bytes_per_pair * tokens * context
         )
 

@@ -157,14 +157,29 @@ class MoELayer:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """What a layer keeps of a token in the place of keys and values, once for all heads (MLA).
+
+    Attributes:
+        rank: of the latent that a matrix of the layer expands to keys and values.
+        rope_dim: of the rotary part of the key, the last columns of each head's.
+    """
+
+    rank: int
+    rope_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
-    """One layer that keeps keys and values.
+    """One layer that keeps keys and values, or latents that become keys and values.
 
     Attributes:
         path: of the attention module.
         index: the layer's index in the model's cache.
         num_heads: query heads; a multiple of `num_kv_heads`.
+        num_kv_heads, key_dim, value_dim: of keys and values as they are attended to.
         window: most positions attended to, the current one included; `None` for all.
+        latent: what is kept instead of them; `None` where they are kept themselves.
     """
 
     path: str
@@ -174,6 +189,15 @@ class AttentionLayer:
     key_dim: int
     value_dim: int
     window: int | None
+    latent: Latent | None = None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """(heads, width of keys, width of values) of what is kept of a token: of latents one head,
+        the latent in the place of its key and the rotary part in that of its value."""
+        if self.latent is None:
+            return self.num_kv_heads, self.key_dim, self.value_dim
+        return 1, self.latent.rank, self.latent.rope_dim
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,16 @@
 While a model's configs say `hotset`, its attention modules call `_attend`, and no mask is built,
 since the name has none in the library's mask interface. The cache is found in the keys: what a
 cache's `update` returns is what the library hands to the attention function, the same object
-(`attention_probe` makes sure), so our cache returns a `KVView` in their place. Nothing is bound to
-modules and nothing is global.
+(`attention_probe` makes sure), so our cache returns a `KVView` in their place. Where the library
+would expand latents to keys and values on the way (`expand_kv`), the view passes through. Nothing
+is bound to modules for longer than a forward, and nothing is global.
 
 A compiler that meets the cache or `_attend` breaks its graph there and runs them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
@@ -42,7 +43,13 @@ def unknown_arguments(arguments: Mapping[str, object]) -> list[str]:
 
 
 class KVView(Protocol):
-    """One layer's part of a KV pool during one step."""
+    """One layer's part of a KV pool during one step.
+
+    Attributes:
+        keeps_latents: it has latents in the place of keys and values.
+    """
+
+    keeps_latents: bool
 
     def attend(
         self,
@@ -54,6 +61,12 @@ class KVView(Protocol):
     ) -> torch.Tensor:
         """[B, T, Hq, Dv]: the newest T tokens of each row attend to themselves and to all that is
         cached of it before them."""
+
+    def attend_latents(
+        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        """The same where latents are cached, which `weight` [Hq * (N + Dv), R] expands to the
+        first N columns of keys and to values."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -83,10 +96,22 @@ def _attend(
     assert not unknown_arguments(others), unknown_arguments(others)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     view = cast(KVView, key)
+    if view.keeps_latents:
+        assert softcap is None and s_aux is None
+        weight = cast(torch.Tensor, cast(nn.Module, module.kv_b_proj).weight)
+        return view.attend_latents(query, weight, scale=scale), None
     return view.attend(query, scale=scale, softcap=softcap, sinks_Q=s_aux), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attend)
+
+# (first, second tensor that a cache's `update` returned) -> keys, values
+Expand = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def _pass_through(latents: Any, rope: Any) -> tuple[Any, Any]:
+    """In the place of `expand_kv`. One function for all layers, which share compiled code."""
+    return latents, rope
 
 
 class AttentionSwitch:
@@ -104,23 +129,39 @@ class AttentionSwitch:
         configs = (getattr(module, "config", None) for module in model.modules())
         distinct = {id(c): c for c in configs if isinstance(c, PretrainedConfig)}
         self._configs = list(distinct.values())
+        self._expanding = [module for module in model.modules() if hasattr(module, "expand_kv")]
 
     @contextmanager
-    def using(self, name: str) -> Iterator[None]:
+    def using(
+        self, name: str, expand: Callable[[nn.Module], Expand] | None = None
+    ) -> Iterator[None]:
         """Within the block all attention layers use the implementation `name`; behind it what they
-        used before, which in a block within a block is the outer one's."""
+        used before, which in a block within a block is the outer one's.
+
+        Args:
+            expand: makes what a module that keeps latents uses instead of its `expand_kv`.
+        """
         before = [config._attn_implementation for config in self._configs]
+        own = [vars(module).get("expand_kv") for module in self._expanding]
         for config in self._configs:
             config._attn_implementation_internal = name
+        for module in self._expanding:
+            if expand is not None:
+                vars(module)["expand_kv"] = expand(module)
         try:
             yield
         finally:
             for config, earlier in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = earlier
+            for module, outer in zip(self._expanding, own, strict=True):
+                if outer is not None:
+                    vars(module)["expand_kv"] = outer
+                else:
+                    vars(module).pop("expand_kv", None)  # the class's own shows again
 
     def decode(self) -> AbstractContextManager[None]:
         """Within the block: attention over a KV pool, without masks."""
-        return self.using(IMPLEMENTATION)
+        return self.using(IMPLEMENTATION, lambda module: _pass_through)
 
 
 @contextmanager

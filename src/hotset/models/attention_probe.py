@@ -9,7 +9,7 @@ attention functions; knows nothing of pools.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from hotset.core.geometry import AttentionLayer, StateLayer
-from hotset.models.attention import AttentionSwitch, unknown_arguments
+from hotset.core.geometry import AttentionLayer, Latent, StateLayer
+from hotset.models.attention import AttentionSwitch, Expand, unknown_arguments
 from hotset.models.attention_formula import FORMULA_ARGUMENTS, formula_problem
+from hotset.models.latent_probe import expansion_problem
 from hotset.models.meta import ValueAskedError, no_values, plain_text
 from hotset.models.state_probe import STATE_LAYERS, LayerWatch, find_states
 
@@ -86,10 +87,16 @@ class _Attended:
 
 @dataclass
 class _Update:
-    """One call of a cache's `update`, and what became of the two tensors that it returned."""
+    """One call of a cache's `update`, and what became of the two tensors that it returned.
+
+    Attributes:
+        expanded: shapes of the keys and values that a module's `expand_kv` made of them; these
+            count as them from then on.
+    """
 
     key_shape: torch.Size
     value_shape: torch.Size
+    expanded: tuple[torch.Size, torch.Size] | None = None
     touched_by: set[str] = field(default_factory=set)
     attended: list[_Attended] = field(default_factory=list)
 
@@ -172,6 +179,23 @@ def _probe_attend(
         return query.new_zeros(batch, num_tokens, num_heads, value.shape[-1]), None
 
 
+def _probe_expand(module: nn.Module) -> Expand:
+    """The module's own `expand_kv`, watched."""
+    stock: Expand = type(module).expand_kv.__get__(module)  # type: ignore[attr-defined]
+
+    def expand(latents: Any, rope: Any) -> tuple[Any, Any]:
+        both = (latents, rope)
+        update = next((x.update for x in both if isinstance(x, _Watched)), None)
+        if update is None or not all(isinstance(x, _Watched) and x.update is update for x in both):
+            return stock(latents, rope)
+        with torch._C.DisableTorchFunctionSubclass():
+            keys, values = stock(*(x.as_subclass(torch.Tensor) for x in both))
+        update.expanded = keys.shape, values.shape
+        return _Watched.of(keys, update), _Watched.of(values, update)
+
+    return expand
+
+
 def _probe_mask(**arguments: Any) -> torch.Tensor:
     """A mask of the right shape that remembers which positions it is meant to let through."""
     shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
@@ -204,6 +228,7 @@ def _find(model: PreTrainedModel) -> tuple[tuple[AttentionLayer, ...], tuple[Sta
     if cache.asked_length:
         raise _RefusedError("the model asks its cache for one length of all rows when it decodes")
     layers, windows = [], {}
+    expansions: dict[object, str] = {}
     for index in sorted(prefill.keys() | cache.updates.keys()):
         attended = _only_call(index, prefill.get(index, []))
         if _only_call(index, cache.updates.get(index, [])).mask is not None:
@@ -213,6 +238,8 @@ def _find(model: PreTrainedModel) -> tuple[tuple[AttentionLayer, ...], tuple[Sta
             windows[id(mask)] = _window(index, mask)
         layer = _layer(model, index, prefill[index][0], attended, windows[id(mask)])
         _check_cached_window(layer, cache)
+        if layer.latent is not None:
+            _check_latents(layer, attended, expansions)
         problem = formula_problem(
             attended.module,
             attended.arguments,
@@ -238,7 +265,7 @@ def _forward(
     device = next(model.parameters()).device
     ids = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
     positions = torch.arange(num_tokens, device=device)[None]
-    with torch.no_grad(), switch.using(name):
+    with torch.no_grad(), switch.using(name, _probe_expand):
         model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
 
 
@@ -284,9 +311,11 @@ def _only_call(index: int, updates: list[_Update]) -> _Attended:
 def _layer(
     model: nn.Module, index: int, update: _Update, attended: _Attended, window: int | None
 ) -> AttentionLayer:
-    num_heads, (_, num_kv_heads, _, key_dim) = attended.num_heads, update.key_shape
-    if update.value_shape[:3] != update.key_shape[:3] or num_heads % num_kv_heads:
-        shapes = f"{num_heads} heads, {tuple(update.key_shape)}, {tuple(update.value_shape)}"
+    num_heads = attended.num_heads
+    keys, values = update.expanded or (update.key_shape, update.value_shape)
+    num_kv_heads, key_dim = keys[1], keys[3]
+    if values[:3] != keys[:3] or num_heads % num_kv_heads:
+        shapes = f"{num_heads} heads, {tuple(keys)}, {tuple(values)}"
         raise _RefusedError(f"layer {index} has heads that do not divide evenly ({shapes})")
     path = next(name for name, module in model.named_modules() if module is attended.module)
     return AttentionLayer(
@@ -295,9 +324,35 @@ def _layer(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         key_dim=key_dim,
-        value_dim=update.value_shape[3],
+        value_dim=values[3],
         window=window,
+        latent=_latent(index, update, window) if update.expanded else None,
     )
+
+
+def _latent(index: int, update: _Update, window: int | None) -> Latent:
+    """What a layer keeps that expands it; as far as shapes tell."""
+    if update.key_shape[1] != 1 or update.value_shape[1] != 1:
+        raise _RefusedError(f"layer {index} keeps latents for each head")
+    if window is not None:
+        raise _RefusedError(f"layer {index} keeps latents and attends to a window of them")
+    return Latent(rank=update.key_shape[3], rope_dim=update.value_shape[3])
+
+
+def _check_latents(layer: AttentionLayer, attended: _Attended, known: dict[object, str]) -> None:
+    """The layer expands as ours do, and its function takes no more than scores.
+
+    Args:
+        known: problems by kind of layer: a matrix of full size is looked at once.
+    """
+    extra = FORMULA_ARGUMENTS - {"scaling"}
+    if any(attended.arguments.get(name) is not None for name in extra):
+        raise _RefusedError(f"layer {layer.index} keeps latents and has sinks or a cap")
+    kind = (repr(attended.module), replace(layer, path="", index=0))
+    if kind not in known:
+        known[kind] = expansion_problem(attended.module, layer)
+    if known[kind]:
+        raise _RefusedError(f"layer {layer.index} {known[kind]}")
 
 
 def _window(index: int, mask: torch.Tensor | None) -> int | None:

@@ -296,9 +296,9 @@ def _geometry(
 
 
 def _joined_bytes(layers: Sequence[AttentionLayer], dtype: str) -> int:
-    """Keys and values of one token, in the layer that has most, as a later chunk sees them."""
-    widths = [layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in layers]
-    return max(widths) * DTYPE_BYTES[dtype]
+    """What is cached of one token, in the layer that has most, as a later chunk sees it."""
+    cached = [layer.cached for layer in layers]
+    return max(heads * (keys + values) for heads, keys, values in cached) * DTYPE_BYTES[dtype]
 
 
 def _is_recurrent(text: PretrainedConfig) -> bool:

@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 from hotset.core.geometry import AttentionLayer
 from hotset.experts.transfer import sent
 from hotset.kernels.attention import AttentionKernels
+from hotset.models.latents import attend_absorbed, attend_expanded, by_head
 from hotset.runtime.kv_pool import KVKind, KVPool
 from hotset.runtime.state_rows import StateView
 
@@ -138,6 +139,8 @@ class _PrefillLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._step, self._kind, self._window = step, step.kinds[layer.window], layer.window
         self._pools = step.pool.pools[layer.index]
+        self.keeps_latents = layer.latent is not None
+        assert layer.window is None or not self.keeps_latents
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
         self.is_sliding = layer.window is not None
         self.is_initialized = True
@@ -182,6 +185,18 @@ class _PrefillLayer(CacheLayerMixin):
             window=self._window,
             softcap=softcap,
             sinks_Q=sinks_Q,
+        )[None]
+
+    def attend_latents(
+        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        assert self._attended is not None
+        (latents_1PR, rope_1PD), self._attended = self._attended, None
+        weight_QER = by_head(weight, q_BQTD.shape[1])
+        return attend_expanded(
+            *(q_BQTD[0], latents_1PR[0], rope_1PD[0], weight_QER),
+            kernels=self._step.kernels,
+            scale=scale,
         )[None]
 
     def get_seq_length(self) -> int:
@@ -302,8 +317,9 @@ class _DecodeLayer(CacheLayerMixin):
 
     def __init__(self, batch: DecodeBatch, layer: AttentionLayer) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._write, self._decode = batch.kernels.write, batch.kernels.decode
-        self._window = layer.window
+        self._kernels, self._window, self._latent = batch.kernels, layer.window, layer.latent
+        self.keeps_latents = layer.latent is not None
+        assert layer.window is None or not self.keeps_latents
         self._pool = (
             *batch.pool.pools[layer.index],
             batch.tables[layer.window],
@@ -317,7 +333,7 @@ class _DecodeLayer(CacheLayerMixin):
     ) -> tuple[Any, Any]:
         """Writes [B, Hkv, 1, D]; returns itself twice, for the attention function."""
         assert key_states.shape[2] == 1
-        self._write(key_states.transpose(1, 2), value_states.transpose(1, 2), *self._pool)
+        self._kernels.write(key_states.transpose(1, 2), value_states.transpose(1, 2), *self._pool)
         return self, self
 
     def attend(
@@ -329,7 +345,7 @@ class _DecodeLayer(CacheLayerMixin):
         sinks_Q: torch.Tensor | None,
     ) -> torch.Tensor:
         assert q_BQTD.shape[2] == 1
-        out_BQD = self._decode(
+        out_BQD = self._kernels.decode(
             q_BQTD[:, :, 0],
             *self._pool,
             scale=scale,
@@ -338,6 +354,18 @@ class _DecodeLayer(CacheLayerMixin):
             sinks_Q=sinks_Q,
         )
         return out_BQD.unsqueeze(1)
+
+    def attend_latents(
+        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+    ) -> torch.Tensor:
+        assert q_BQTD.shape[2] == 1 and self._latent is not None
+
+        def attend(q_BQR: torch.Tensor, q_BQD: torch.Tensor) -> torch.Tensor:
+            return self._kernels.decode_latents(q_BQR, q_BQD, *self._pool, scale=scale)
+
+        weight_QER = by_head(weight, q_BQTD.shape[1])
+        out_BQV = attend_absorbed(q_BQTD[:, :, 0], weight_QER, self._latent.rope_dim, attend)
+        return out_BQV.unsqueeze(1)
 
     def get_seq_length(self) -> int:
         raise AssertionError("the rows of a decode step have no one length")

@@ -3,7 +3,8 @@
 A *row* is one sequence. Layers of one kind (full attention, or one sliding window) share block
 ids: block 7 of a row is block 7 in each of them. A row of a window owns a ring of blocks that is
 reused, one of full attention as many as it is long, and what a layer carries in a state of fixed
-size has its place in `state_rows`. A row that is opened with a promise gets its
+size has its place in `state_rows`. Where a layer keeps latents they lie where others have keys, and
+their rotary parts where others have values. A row that is opened with a promise gets its
 blocks whenever it needs them: more is never promised than there is, so nothing is evicted in the
 middle of an answer. Ownership and lengths live on the host, as plain numbers; what a step needs of
 them on the device, the step has (`kv_cache`).
@@ -92,10 +93,10 @@ class KVPool:
         self.kinds = {window: _kind(window, num_rows, *sizes[window]) for window in sizes}
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for layer in layers:
-            shape = (sizes[layer.window][1], block_tokens, layer.num_kv_heads)
+            num_heads, *widths = layer.cached
+            shape = (sizes[layer.window][1], block_tokens, num_heads)
             keys, values = (
-                torch.empty(*shape, dim, dtype=dtype, device=device)
-                for dim in (layer.key_dim, layer.value_dim)
+                torch.empty(*shape, width, dtype=dtype, device=device) for width in widths
             )
             self.pools[layer.index] = keys, values
             if poison:
@@ -244,14 +245,12 @@ def kv_pool_bytes(
 ) -> int:
     """Bytes that keys and values of a `KVPool` with these arguments take."""
     sizes = _num_blocks(layers, num_rows, context_tokens, block_tokens, full_tokens)
-    return sum(
-        sizes[layer.window][1]
-        * block_tokens
-        * layer.num_kv_heads
-        * (layer.key_dim + layer.value_dim)
-        * element_bytes
-        for layer in layers
-    )
+    num_elements = 0
+    for layer in layers:
+        num_heads, key_width, value_width = layer.cached
+        num_tokens = sizes[layer.window][1] * block_tokens
+        num_elements += num_tokens * num_heads * (key_width + value_width)
+    return num_elements * element_bytes
 
 
 def _num_blocks(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hotset.core.charges import SAMPLING_BYTES_PER_LOGIT, Workspace
 from hotset.core.config import EngineConfig
-from hotset.core.geometry import ModelGeometry
+from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.hardware import Machine
 from hotset.core.hit_curve import HitCurve, assumed_curve
 from hotset.core.machine import MachineDescription
@@ -16,7 +16,9 @@ from hotset.core.record import DTYPE_BYTES
 from hotset.core.speed import SpeedModel
 from hotset.core.sweep import sweep_contexts
 from hotset.core.units import MIB
+from hotset.kernels import latent_decode
 from hotset.kernels.attention_decode import launch_shape, workspace_bytes
+from hotset.models.latents import EXPANDED_BYTES, expanded_elements
 from hotset.runtime.known_rates import described
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
 from hotset.runtime.probe import probe_machine
@@ -113,22 +115,45 @@ def _graph_bytes(geometry: ModelGeometry, num_rows: int) -> int:
     """What the captured step of so many rows keeps to itself: each further row has logits, as
     computed and in float32, and partial results of attention, cut as for the longest context."""
     size = DTYPE_BYTES[geometry.dtype]
-    attended = max(
-        workspace_bytes(
-            launch_shape(
-                num_heads=layer.num_heads,
-                num_kv_heads=layer.num_kv_heads,
-                key_dim=layer.key_dim,
-                value_dim=layer.value_dim,
-                element_bytes=size,
-            ),
-            batch=1,
-            num_heads=layer.num_heads,
-            value_dim=layer.value_dim,
-        )
-        for layer in geometry.attention
-    )
+    attended = max(_attended_bytes(layer, size) for layer in geometry.attention)
     return GRAPH_BYTES + (num_rows - 1) * (attended + geometry.vocab * (size + 4))
+
+
+def _attended_bytes(layer: AttentionLayer, element_bytes: int) -> int:
+    """Partial results of one row in one layer."""
+    if layer.latent is not None:
+        launch = latent_decode.launch_shape(
+            num_heads=layer.num_heads, rank=layer.latent.rank, element_bytes=element_bytes
+        )
+        width = layer.latent.rank
+    else:
+        launch = launch_shape(
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            key_dim=layer.key_dim,
+            value_dim=layer.value_dim,
+            element_bytes=element_bytes,
+        )
+        width = layer.value_dim
+    return workspace_bytes(launch, batch=1, num_heads=layer.num_heads, value_dim=width)
+
+
+def _expanded(geometry: ModelGeometry) -> Iterator[Workspace]:
+    """Keys and values that a prompt's latents are expanded to: all heads where they fit, otherwise
+    those that do, or one."""
+    name, note = "latents", "expanded to keys and values of as many heads at a time as fit"
+    for layer in geometry.attention:
+        if layer.latent is not None:
+            one_head = expanded_elements(layer.key_dim, layer.value_dim)
+            one_head *= DTYPE_BYTES[geometry.dtype]
+            yield Workspace(
+                name,
+                note,
+                bytes_per_context_token=layer.num_heads * one_head,
+                most_context_bytes=EXPANDED_BYTES,
+            )
+            yield Workspace(name, note, bytes_per_context_token=one_head)
+            return  # layers of one model are alike, and run one after the other
 
 
 def _workspaces(
@@ -140,6 +165,7 @@ def _workspaces(
         if geometry.states:
             note += ", and states that a decode step works on"
         yield Workspace("KV blocks", note, fixed_bytes=_rounding(geometry, config))
+    yield from _expanded(geometry)
     if geometry.attention and config.max_batch > 1:
         # The planner counts the sampling of one row.
         more = (config.num_sampler_rows - 1) * geometry.vocab * SAMPLING_BYTES_PER_LOGIT

@@ -134,6 +134,11 @@ def test_prefill_beside_what_one_would_run_instead(run, tmp_path: Path) -> None:
     assert (copied["p50"], copied["ratio_to_baseline"]) == (link["p50"], 1.0)
     rate = next(r for r in rows if r["case"] == case and r["figure"] == "copy rate while copying")
     assert rate["p50"] > 0 and rate["baseline"] == "the copy engine alone"
+    predicted = next(
+        r for r in rows if r["case"] == case and r["figure"] == "predicted first token"
+    )
+    assert first[case]["baseline"] == "prediction"
+    assert first[case]["ratio_to_baseline"] == pytest.approx(first[case]["p50"] / predicted["p50"])
     assert "speed of light" in picture.read_text()
 
 
@@ -149,6 +154,13 @@ def test_prefill_plans_the_slots_that_it_is_asked_for(run) -> None:
     assert done.code == 0, done.err
     rows = {row["figure"]: row for row in json.loads(done.out)["rows"]}
     assert rows["copied bytes"]["p50"] == 2 * 6 * 12288
+
+
+def test_prefill_of_a_format(run) -> None:
+    flags = ("--tokens", "8", "--slots", "0.5", "--offload-layers", "0", "--repeats", "1")
+    done = run("bench", "prefill", "--format", "int4", *flags, *TINY)
+    assert done.code == 0, done.err
+    assert "tiny int4, 50% slots, 8 tokens: first token" in done.out
 
 
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])

@@ -79,7 +79,7 @@ FLAGS = {
         *("--slots", "--steps", "--vram"),
     ],
     "hotset bench prefill": [
-        *("--device", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
+        *("--device", "--format", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
         *("--prefill-chunk", "--repeats", "--rows", "--shape", "--slots", "--staging"),
         *("--tokens", "--vram"),
     ],

@@ -8,21 +8,19 @@ experts. Makes rows of what `decode_run` measures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from hotset.bench.decode_cases import NO_CACHE, DecodeCase, budget_bytes, percent
 from hotset.bench.decode_run import DecodeRun, Measured
 from hotset.bench.offload import OffloadedDecode, time_offloaded_decode
-from hotset.bench.rates import measure_rates
+from hotset.bench.rates import measure_rates, with_known
 from hotset.bench.replay import Replay, never_again
 from hotset.bench.rows import Row, Spread
 from hotset.core.costmodel import decode_step, predict_step
 from hotset.core.placement import Placement
 from hotset.core.policy import FloatArray, Lru, NoPolicy, StaticUniform, make_policy
 from hotset.runtime.engine import Engine
-from hotset.runtime.known_rates import described
 
 # The figure of a whole step in tokens per second, and who else has it.
 SPEED = "decode"
@@ -204,12 +202,10 @@ class DecodeBench:
     def _expected_ms(self, run: DecodeRun, measured: Measured) -> float:
         """The step as `core.costmodel` predicts it from the hits that it had, the rates of this run
         and what is known of such a machine beforehand."""
-        known = described(self._engine.machine)
-        layer_us = 0.0 if known is None else known.rates().layer_us
         used_L = measured.hits_L + measured.misses_L
         cost = predict_step(
             self._engine.geometry,
-            replace(self._rates, layer_us=layer_us),
+            with_known(self._rates, self._engine.machine),
             hit_rates=(measured.hits_L / used_L).tolist(),
             used=used_L.tolist(),
             context_tokens=run.size * self._context,

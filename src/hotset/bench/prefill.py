@@ -9,17 +9,19 @@ most that can cross the link.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from hotset.bench.offload import OffloadedPrompts
 from hotset.bench.prefill_run import PrefillRun, PromptTimes, num_resident
-from hotset.bench.rates import measure_rates
+from hotset.bench.rates import measure_rates, with_known
 from hotset.bench.rows import Row, Spread
 from hotset.bench.timing import time_ms
-from hotset.core.costmodel import expert_flops, resident_flops
+from hotset.core.costmodel import expert_flops, predict_prompt, resident_flops
 from hotset.core.errors import RequestError
+from hotset.core.speed import RING_TOKENS
 from hotset.kernels.attention import AttentionKernels
 from hotset.runtime.engine import Engine
 from hotset.runtime.moe import MATCH_TOKENS
@@ -91,7 +93,10 @@ class PrefillBench:
     def _ours(self, num_tokens: int, ours: PromptTimes) -> Iterator[Row]:
         row = partial(self._row, self._case(num_tokens))
         sol, p50 = self._speed_of_light_ms(num_tokens, ours.link_bytes), Spread.of(ours.times).p50
-        yield row("first token", "ms", ours.times, sol=sol)
+        expected = self._expected_ms(num_tokens)
+        against = ("prediction", expected)
+        yield row("first token", "ms", ours.times, sol=sol, baseline=against)
+        yield row("predicted first token", "ms", [expected])
         yield row("prefill", "tokens/s", [num_tokens / p50 * 1e3])
         yield row("link bytes", "bytes", [ours.link_bytes])
         yield row("link rate", "GB/s", [ours.link_bytes / p50 / 1e6])
@@ -125,6 +130,22 @@ class PrefillBench:
         layers = self._engine.geometry.layers
         cold = [n.num_experts - num_resident(self._slots, n.num_experts) for n in layers]
         return sum(n * x.expert.record_bytes for n, x in zip(cold, layers, strict=True))
+
+    def _expected_ms(self, num_tokens: int) -> float:
+        """As `core.costmodel` predicts it from the rates of this run and what is known of such a
+        machine beforehand."""
+        layers, plan = self._engine.geometry.layers, self._engine.plan
+        return predict_prompt(
+            self._engine.geometry,
+            with_known(replace(self._rates, gemm_tflops=self._gemm_tflops), self._engine.machine),
+            num_tokens=num_tokens,
+            chunk_tokens=plan.prefill_chunk,
+            resident_share=[
+                num_resident(self._slots, n.num_experts) / n.num_experts for n in layers
+            ],
+            ring_tokens=RING_TOKENS,
+            together=True,
+        ).total_ms
 
     def _speed_of_light_ms(self, num_tokens: int, link_bytes: float) -> float:
         """Layers are alike, so the longest term of one is the longest of all: records over the

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from hotset.bench.timing import time_ms
 from hotset.core.costmodel import Rates
 from hotset.core.geometry import MoELayer
+from hotset.core.hardware import Machine
 from hotset.experts.arena import HostArena
 from hotset.experts.store import ExpertStore
 from hotset.kernels.gather import gather_records
+from hotset.runtime.known_rates import described
 
 
 def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:
@@ -24,6 +28,16 @@ def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:
         store.arena, store.layers[0], device=store.device, num_bytes=num_bytes
     )
     return Rates(zero_copy, copied, read_rate(store.device))
+
+
+def with_known(rates: Rates, machine: Machine) -> Rates:
+    """The rates of this run, with what is known of such a machine beforehand and no benchmark
+    measures alone: the layer time, and the products of experts."""
+    known = described(machine)
+    if known is None:
+        return rates
+    found = known.rates()
+    return replace(rates, layer_us=found.layer_us, expert_tflops=found.expert_tflops)
 
 
 def link_rates(

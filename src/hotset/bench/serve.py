@@ -17,13 +17,12 @@ from statistics import quantiles
 import torch
 
 from hotset.bench.random_weights import RandomWeights
-from hotset.bench.rates import measure_rates
+from hotset.bench.rates import measure_rates, with_known
 from hotset.bench.rows import Row, Spread
 from hotset.core.config import EngineConfig
-from hotset.core.costmodel import Rates, decode_step, predict_step
+from hotset.core.costmodel import decode_step, predict_step
 from hotset.core.errors import CapacityError, HardwareError
 from hotset.runtime.engine import Engine
-from hotset.runtime.known_rates import described
 from hotset.runtime.planning import plan_engine
 from hotset.runtime.requests import Event, Request
 from hotset.runtime.routing import Traffic
@@ -168,9 +167,7 @@ class ServeBench:
 
     def __init__(self, engine: Engine, load: Load, *, name: str) -> None:
         self._engine, self._load, self._name = engine, load, name
-        known = described(engine.machine)
-        layer_us = 0.0 if known is None else known.rates().layer_us
-        self._rates: Rates = replace(measure_rates(engine.store), layer_us=layer_us)
+        self._rates = with_known(measure_rates(engine.store), engine.machine)
         self._generator = torch.Generator().manual_seed(0)
 
     def run(self) -> Iterator[Row]:

@@ -151,6 +151,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
 def prefill(  # noqa: PLR0913 - one parameter for each flag
     *,
     shape: Shape = "qwen3-30b-a3b",
+    format_: Format = "plain",
     layers: Layers = None,
     vram: Vram = None,
     device: Device = None,
@@ -177,6 +178,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     """
     lengths = read_counts(tokens, "--tokens")
     (share,) = read_shares(str(slots), "--slots")
+    weights = weight_format(format_)
     check_count("--layers", layers)
     check_count("--offload-layers", offload_layers, least=0)
     check_count("--repeats", repeats)
@@ -199,13 +201,14 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     from hotset.runtime.engine import Engine
 
     longest = max(lengths) + 1  # and the first token
-    source = RandomWeights(shape_config(shape, num_layers=layers, context_tokens=longest))
+    stock = shape_config(shape, num_layers=layers, context_tokens=longest)
+    source = RandomWeights(stock, weights=weights)
     if vram is None:  # with all of a large device every expert would have a slot, and no ring
         config = with_slots(source, config, share)
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
     with engine:
-        bench = PrefillBench(engine, shape=shape, slots=share, repeats=repeats)
+        bench = PrefillBench(engine, shape=case_name(shape, format_), slots=share, repeats=repeats)
         found = report(bench.run(lengths, offload_layers=offload_layers), rows, as_json=as_json)
     if plot is not None:
         from hotset.cli.prefill_plot import draw

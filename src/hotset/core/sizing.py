@@ -146,6 +146,19 @@ def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     return low + count - 1 if count else None
 
 
+def ring_records(num_slots: int, most_slots: int, *, widest_layer: int) -> int:
+    """Records of a staging ring beside so many slots; none beside a slot for every expert.
+
+    Args:
+        most_slots: experts of all layers.
+        widest_layer: most experts of one.
+    """
+    if num_slots == most_slots:
+        return 0
+    group = min(RING_GROUP_RECORDS, widest_layer, 1 + num_slots // SLOTS_PER_GROUP_RECORD)
+    return RING_BUFFERS * group
+
+
 class _Shares:
     """Context, chunk and ring as functions of the number of slots."""
 
@@ -185,9 +198,9 @@ class _Shares:
 
     def _staging(self, num_slots: int) -> int:
         wanted = self.request.staging or ("ring" if self.charges.on_cuda else "in-place")
-        if wanted == "in-place" or num_slots == self.charges.split.most:
+        if wanted == "in-place":
             return 0
-        return RING_BUFFERS * min(self.group_top, 1 + num_slots // SLOTS_PER_GROUP_RECORD)
+        return ring_records(num_slots, self.charges.split.most, widest_layer=self.group_top)
 
     def _context(self, share: int) -> int:
         chunk = self.request.prefill_chunk or CHUNK_FLOOR_TOKENS

@@ -1,4 +1,4 @@
-"""The host arena: every expert's record in one anonymous mapping, page-locked for a GPU.
+"""The host arena: every expert's record in anonymous mappings, page-locked for a GPU.
 
 Knows addresses and bytes. What a record means, who has a slot and when bytes move is not its
 business. On CUDA the mapping is registered at its exact size, so a kernel can read a record at
@@ -13,6 +13,7 @@ import mmap
 import resource
 import weakref
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -35,54 +36,83 @@ class HostArena:
 
     Args:
         layers: the MoE layers; the arena holds `layer.num_experts` records of each.
-        pinned: register the mapping with CUDA.
+        pinned: register the memory with CUDA.
+        banks: of `make_bank`, one a layer, where records were written before all layers were
+            known. By default one mapping is made for all layers together.
 
     Raises:
         CapacityError: the mapping cannot be had.
         HardwareError: CUDA refuses to register it.
     """
 
-    def __init__(self, layers: Sequence[MoELayer], *, pinned: bool) -> None:
+    def __init__(
+        self,
+        layers: Sequence[MoELayer],
+        *,
+        pinned: bool,
+        banks: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         self._strides = [layer.expert.record_bytes for layer in layers]
-        self._starts: list[int] = []
-        size = 0
-        for layer in layers:
-            self._starts.append(size)
-            size += layer.num_experts * layer.expert.record_bytes
-        self.nbytes = align_up(size, mmap.PAGESIZE)
-        # The tensor and its views are all that holds the mapping, so it goes with the last of them.
-        self.bytes_: torch.Tensor = torch.frombuffer(_map(self.nbytes), dtype=torch.uint8)
-        self._base = self.bytes_.data_ptr()
-        self._to_device = 0
-        self._unregister: weakref.finalize[[int], HostArena] | None = None
+        sizes = [layer.num_experts * layer.expert.record_bytes for layer in layers]
+        self._starts = [0, *accumulate(sizes)][:-1]
+        # Tensors and their views are all that holds a mapping, so it goes with the last of them.
+        if banks is None:
+            self.nbytes = align_up(sum(sizes), mmap.PAGESIZE)
+            self.bytes_: torch.Tensor = torch.frombuffer(_map(self.nbytes), dtype=torch.uint8)
+            self._banks: list[torch.Tensor] = list(self.bytes_[: sum(sizes)].split(sizes))
+            mappings = [self.bytes_]
+        else:
+            assert [bank.numel() for bank in banks] == [align_up(n, mmap.PAGESIZE) for n in sizes]
+            self.nbytes = sum(bank.numel() for bank in banks)
+            self.bytes_ = torch.empty(0, dtype=torch.uint8)
+            self._banks = mappings = list(banks)
+        self._to_device = [0] * len(mappings)
+        self._unregister: weakref.finalize[[list[int]], HostArena] | None = None
         if pinned:
-            self._to_device = _register(self._base, self.nbytes) - self._base
+            bases: list[int] = []
             # Also runs when the interpreter exits, whatever led there.
-            self._unregister = weakref.finalize(self, _unregister, self._base)
+            self._unregister = weakref.finalize(self, _unregister, bases)
+            for index, mapping in enumerate(mappings):
+                base = mapping.data_ptr()
+                self._to_device[index] = _register(base, mapping.numel()) - base
+                bases.append(base)
 
     @property
     def pinned(self) -> bool:
         return self._unregister is not None and self._unregister.alive
 
     def offset(self, layer: int, expert: int) -> int:
-        """Bytes from the start of the arena to a record."""
+        """Bytes from the start of the arena to a record, were its layers side by side."""
         return self._starts[layer] + expert * self._strides[layer]
 
     def address(self, layer: int, expert: int) -> int:
         """The address at which the device reads a record; on a CPU the plain one."""
-        return self._base + self._to_device + self.offset(layer, expert)
+        to_device = self._to_device[layer if len(self._to_device) > 1 else 0]
+        base: int = self._banks[layer].data_ptr()
+        return base + to_device + expert * self._strides[layer]
 
     def record(self, layer: int, expert: int, num_records: int = 1) -> torch.Tensor:
         """uint8 view of one record, or of `num_records` neighbours side by side."""
         stride = self._strides[layer]
-        start = self.offset(layer, expert)
-        return self.bytes_[start : start + num_records * stride]
+        return self._banks[layer][expert * stride : (expert + num_records) * stride]
 
     def close(self) -> None:
         """Unregisters the memory and drops it. Safe to call twice."""
         if self._unregister is not None:
             self._unregister()
         self.bytes_ = torch.empty(0, dtype=torch.uint8)
+        self._banks = []
+
+
+def make_bank(num_experts: int, record_bytes: int) -> torch.Tensor:
+    """Memory for the records of one layer: uint8, whole pages, nothing of it taken before it is
+    written to.
+
+    Raises:
+        CapacityError: the mapping cannot be had.
+    """
+    size = align_up(num_experts * record_bytes, mmap.PAGESIZE)
+    return torch.frombuffer(_map(size), dtype=torch.uint8)
 
 
 def _map(size: int) -> mmap.mmap:
@@ -123,7 +153,7 @@ def _register(address: int, size: int) -> int:
     try:
         return _device_pointer(address)
     except HardwareError:
-        _unregister(address)
+        _unregister([address])
         raise
 
 
@@ -141,6 +171,9 @@ def _device_pointer(address: int) -> int:
     return pointer.value
 
 
-def _unregister(address: int) -> None:
+def _unregister(addresses: list[int]) -> None:
+    if not addresses:  # the first one was refused
+        return
     torch.cuda.synchronize()  # no copy or kernel may still be reading
-    torch.cuda.cudart().cudaHostUnregister(address)
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -32,6 +32,7 @@ class ExpertStore(Closing):
         num_buffers: of the ring.
         poison: fill free slots with NaN.
         num_spare: spare columns of placement and table, to lend free slots to layers.
+        banks: see `HostArena`.
 
     Attributes:
         steps_in_flight: steps that may fill slots and of which `adopt` was not told yet. Until it
@@ -49,10 +50,11 @@ class ExpertStore(Closing):
         num_buffers: int = 2,
         poison: bool = False,
         num_spare: int = 0,
+        banks: Sequence[torch.Tensor] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.device = device
-        self.arena = HostArena(self.layers, pinned=device.type == "cuda")
+        self.arena = HostArena(self.layers, pinned=device.type == "cuda", banks=banks)
         self.slots = SlotMemory(pools, device=device, poison=poison)
         self.table = AddressTable(
             self.layers, self.arena.address, device=device, num_spare=num_spare

@@ -1,7 +1,4 @@
-"""What decoding over our own KV pool needs, made once: pool, attention kernels, captured steps.
-
-Also the choice of the policy by which slots change hands while decoding.
-"""
+"""What decoding over our own KV pool needs, made once: pool, attention kernels, captured steps."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError
 from hotset.core.geometry import ModelGeometry
 from hotset.core.plan import MemoryPlan
-from hotset.core.policy import HalfLife, NoPolicy, Policy, make_policy
+from hotset.core.policy import Policy
 from hotset.core.profile import Profile
-from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
 from hotset.models.linear_kernels import missing_packages
@@ -29,6 +25,7 @@ from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
 from hotset.runtime.moe import MATCH_TOKENS
+from hotset.runtime.policies import policy_for
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.sequences import PoolSequence
 from hotset.runtime.steps import Steps
@@ -42,41 +39,14 @@ def choose_policy(
     config: EngineConfig,
     profile: Profile | None = None,
 ) -> Policy:
-    """The policy that a config names, or the one that fits the plan.
-
-    With no slots, or one for every expert, none can change hands: auto is then `none`.
-
-    Args:
-        profile: of this model, what static policies and `forecast` know.
-
-    Raises:
-        ConfigError: an unknown policy, or one that needs a profile.
-    """
-    movable = 0 < plan.num_slots < geometry.num_records
-    name = config.policy or (HalfLife.name if movable or config.half_life else NoPolicy.name)
-    policy = make_policy(
-        name,
-        num_experts=[layer.num_experts for layer in geometry.layers],
+    """The policy that a config names, or the one that fits the plan; see `policy_for`."""
+    return policy_for(
+        [layer.num_experts for layer in geometry.layers],
+        num_slots=plan.num_slots,
+        name=config.policy,
         half_life=config.half_life,
-        prior_LE=None if profile is None else profile.prior,
-        forecast=None if profile is None else profile.forecast,
+        profile=profile,
     )
-    policy.check_ready()  # now, and not when the weights are loaded
-    if config.policy and policy.moves and not movable:
-        reason = "there are no slots" if plan.num_slots == 0 else "every expert has a slot"
-        logger.warning("`--policy %s` has nothing to move: %s", config.policy, reason)
-    return policy
-
-
-def initial_residents(policy: Policy, pools: SlotPools, slots_L: IntArray) -> BoolArray:
-    """Experts that own a slot before anything was routed, [L, E].
-
-    To the simulator `none` is the engine without slots. Here the plan has paid for them, so they
-    get owners, which then keep them.
-    """
-    if isinstance(policy, NoPolicy):
-        return policy.best_experts(slots_L)
-    return policy.initial(pools, slots_per_layer=slots_L)
 
 
 def warn_of_plain_torch(model: PreTrainedModel, device: torch.device) -> None:

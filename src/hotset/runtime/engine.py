@@ -36,7 +36,6 @@ from hotset.runtime.chunks import chunks_of
 from hotset.runtime.decoding import (
     Decoding,
     choose_policy,
-    initial_residents,
     warn_of_plain_torch,
 )
 from hotset.runtime.expert_stream import ExpertStream
@@ -45,6 +44,7 @@ from hotset.runtime.known_rates import described, staging_rule
 from hotset.runtime.memory import room_for_step
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.planning import logits_chunk, plan_engine
+from hotset.runtime.policies import initial_residents
 from hotset.runtime.prefill import BetweenLayers, run_together
 from hotset.runtime.probe import choose_device
 from hotset.runtime.profiled import load_profile, make_drift, require_same_routers

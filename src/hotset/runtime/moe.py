@@ -6,7 +6,8 @@ kernel and its reduction order depend on the tokens of a block alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from hotset.kernels.dispatch import Kernels
 from hotset.kernels.match_reference import LayerMatch
 from hotset.runtime.block_sums import BlockSum, FewTokens, ManyTokens, PostNorm
 from hotset.runtime.blocks import Block
-from hotset.runtime.expert_stream import ExpertStream
+from hotset.runtime.expert_stream import ExpertStream, Need
 from hotset.runtime.routing import RoutingLog
 from hotset.runtime.tee import Tee
 
@@ -34,7 +35,8 @@ class MoERunner:
 
     Args:
         layer: MoE layer index.
-        module: the stock experts module (for its norm on expert outputs, where it has one).
+        module: the stock experts module (for its norm on expert outputs, where it has one); `None`
+            where experts are no module of the library's.
         store: where the records are.
         kernels: reference or Triton.
         log: told what is routed.
@@ -49,7 +51,7 @@ class MoERunner:
     def __init__(  # noqa: PLR0913 - the parts of a layer, joined once
         self,
         layer: int,
-        module: nn.Module,
+        module: nn.Module | None,
         *,
         store: ExpertStore,
         kernels: Kernels,
@@ -63,7 +65,9 @@ class MoERunner:
         self._spec = store.layers[layer]
         # A norm on each expert's output before it is weighted (muse_spark).
         self._post_norm: PostNorm | None = (
-            cast(PostNorm, module.post_expert_norm) if module.has_post_expert_norm else None
+            cast(PostNorm, module.post_expert_norm)
+            if module is not None and module.has_post_expert_norm
+            else None
         )
         self._store = store
         self._kernels = kernels
@@ -96,34 +100,37 @@ class MoERunner:
     def run(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """The layer's output for each block of a prompt, [T, H]; staged records cross once.
 
-        The bits of a block depend on its own tokens alone. Waits for the device: the host must know
-        what is routed before it can send records on their way.
+        The bits of a block depend on its own tokens alone. The host waits until it knows what is
+        routed; by then the device has work: what can be computed on without it.
         """
         size = block_tokens(self._spec.expert, self._spec.top_k)
         parts = [part for block in blocks for part in block.split(size)]
-        ids_TK = self._fetch(blocks)
-        counts_PE = _counts(ids_TK, [p.num_tokens for p in parts], self._spec.num_experts)
-        used_E: BoolArray = counts_PE.sum(axis=0) > 0
-        resident_E = self._store.placement.resident[self._layer, : len(used_E)].copy()
-        missing_E = used_E & ~resident_E
-        if self._tee is not None:
-            self._tee.read(self._layer, ids_TK)
+        fetched = self._log.fetch(self._layer, torch.cat([block.ids_TK for block in blocks]))
         sums = [self._open(part) for part in parts]
-        if self._stream is not None and self._use_ring(self._stream, missing_E, counts_PE, sums):
-            self._add_groups(sums, self._stream, used_E)
+        resident_E = self._store.placement.resident[self._layer, : self._spec.num_experts].copy()
+
+        @cache
+        def need() -> Need:
+            return self._need(fetched(), sums, resident_E)
+
+        if self._stream is not None:
+            self._add_groups(sums, self._stream, need)
         else:
-            self._add(sums, self._store.table.row(self._layer), 0, len(used_E))
+            self._add(sums, self._store.table.row(self._layer), 0, self._spec.num_experts)
+        used_E = need().used_E
         self._log.count_layer(
             self._layer, used=int(used_E.sum()), hits=int((used_E & resident_E).sum())
         )
         return _joined([one.total() for one in sums], [block.num_tokens for block in blocks])
 
-    def _fetch(self, blocks: Sequence[Block]) -> IntArray:
-        """Routed ids of all tokens on the host, [T, K], and the note of them in the log."""
-        ids_TK = torch.cat([block.ids_TK for block in blocks]).to(torch.int32).cpu()
-        self._log.add(self._layer, ids_TK)
-        found: IntArray = ids_TK.numpy()
-        return found
+    def _need(self, ids_TK: IntArray, sums: Sequence[BlockSum], resident_E: BoolArray) -> Need:
+        """What a prompt routes to; the policy takes it in."""
+        sizes = [one.num_tokens for one in sums]
+        counts_PE = _counts(ids_TK, sizes, self._spec.num_experts)
+        used_E: BoolArray = counts_PE.any(axis=0)
+        if self._tee is not None:
+            self._tee.read(self._layer, ids_TK)
+        return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))
 
     def _open(self, part: Block) -> BlockSum:
         if part.num_tokens <= MATCH_TOKENS:
@@ -142,32 +149,32 @@ class MoERunner:
         )
 
     def _use_ring(
-        self,
-        stream: ExpertStream,
-        missing_E: BoolArray,
-        counts_PE: IntArray,
-        sums: Sequence[BlockSum],
+        self, missing_E: BoolArray, counts_PE: IntArray, sums: Sequence[BlockSum]
     ) -> bool:
         """Whether the missing records are staged; see `StagingRule`."""
+        if self._stream is None:
+            return False
         kernel_tokens_P1 = np.array([[one.kernel_tokens] for one in sums])
         reads_PE = -(-counts_PE // kernel_tokens_P1)
         return self._staging.use_ring(
             np.flatnonzero(missing_E).tolist(),
             num_reads=int(reads_PE[:, missing_E].sum()),
             record_bytes=self._spec.expert.record_bytes,
-            group_records=stream.room(self._layer),
+            group_records=self._stream.room(self._layer),
         )
 
     def _add_groups(
-        self, sums: Sequence[BlockSum], stream: ExpertStream, used_E: BoolArray
+        self, sums: Sequence[BlockSum], stream: ExpertStream, need: Callable[[], Need]
     ) -> None:
         """Groups outermost: each record is staged once for all blocks."""
-        swaps = None if self._tee is None else self._tee.swaps(self._layer, used_E)
-        with stream.groups(self._layer, used_E) as groups:
+        swaps = None
+        with stream.groups(self._layer, need) as groups:
             for group in groups:
                 self._add(sums, group.address_E, group.first, group.stop)
-                if swaps is not None and group.staged is not None:
-                    swaps.take(group.staged, stop=group.stop)
+                if self._tee is None or group.staged is None:
+                    continue
+                swaps = swaps or self._tee.swaps(self._layer, need().used_E)
+                swaps.take(group.staged, stop=group.stop)
         if swaps is not None:
             swaps.finish()
 

@@ -105,31 +105,40 @@ class Steps:
         Args:
             owner: the sequence that the tokens belong to.
         """
-        is_long = num_tokens > MATCH_TOKENS
-        fills = None if is_long else self.fills
-        if fills is not None:
-            fills.begin_step()
+        self.begin(num_tokens)
         try:
             result = forward()
             ids_LN = self.log.take()
         except BaseException:
-            self.log.drop()
-            # A long one fills nothing as it reads. It may have copied a record to a slot and not
-            # yet named its owner; otherwise, as when it is cancelled between two layers, all is as
-            # it should be, and bringing every slot again would hold the others up for seconds.
-            if not is_long or self._store.is_torn:
-                self.mend()
+            self.break_off(num_tokens)
             raise
-        owners = () if owner is None else ((owner, num_tokens),)
-        if is_long:
+        self.finish(num_tokens, ids_LN, () if owner is None else ((owner, num_tokens),))
+        return result
+
+    def begin(self, num_tokens: int) -> None:
+        """What comes before a forward of so many tokens: the newest wishes, if it may fill."""
+        if num_tokens <= MATCH_TOKENS and self.fills is not None:
+            self.fills.begin_step()
+
+    def break_off(self, num_tokens: int) -> None:
+        """What comes behind a forward of so many tokens that ended before it was through."""
+        self.log.drop()
+        # A long one fills nothing as it reads. It may have copied a record to a slot and not
+        # yet named its owner; otherwise, as when it is cancelled between two layers, all is as
+        # it should be, and bringing every slot again would hold the others up for seconds.
+        if num_tokens <= MATCH_TOKENS or self._store.is_torn:
+            self.mend()
+
+    def finish(self, num_tokens: int, ids_LN: IntArray, owners: Owners = ()) -> None:
+        """What comes behind a forward of so many tokens that routed these ids."""
+        if num_tokens > MATCH_TOKENS:
             # Its layers have counted, each under the placement that it ran with.
             self.log.total.steps += 1
             if self.fills is not None:
                 self.fills.renew()
             self._tell(ids_LN, owners)
         else:
-            self.account(ids_LN, filled=fills is not None, owners=owners)
-        return result
+            self.account(ids_LN, filled=self.fills is not None, owners=owners)
 
     def account(self, ids_LN: IntArray, *, filled: bool, owners: Owners = ()) -> None:
         """Takes in what a step routed, in the order in which steps ran.

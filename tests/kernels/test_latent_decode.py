@@ -1,8 +1,4 @@
-"""Decode attention in latent space against FP64, both implementations, awkward shapes; its bits.
-
-Rows, blocks, oracle and bounds are those of ordinary attention with one head of keys, whose values
-are the first columns of the keys.
-"""
+"""Decode attention in latent space against FP64, both implementations, awkward shapes; its bits."""
 
 from __future__ import annotations
 
@@ -15,25 +11,12 @@ from hotset.kernels import latent_decode
 from hotset.kernels.attention import AttentionKernels
 from hotset.kernels.attention_decode import Launch
 from hotset.kernels.latent_decode import launch_shape
-from kernels.attention_support import Laid, Rows, Shape, lay_out, make_rows, oracle
+from kernels.attention_support import lay_out, oracle
+from kernels.latent_support import decode_latents, latent_rows, latent_shape
 
 BF16, FP16 = torch.bfloat16, torch.float16
 REFERENCE, TRITON = AttentionKernels("reference"), AttentionKernels("triton")
 BOTH = pytest.mark.parametrize("kernels", [TRITON, REFERENCE], ids=lambda k: k.name)
-
-
-def latent_shape(
-    lengths: tuple[int, ...],
-    num_heads: int,
-    rank: int,
-    rope: int,
-    dtype: torch.dtype = torch.float32,
-    **others: int,
-) -> Shape:
-    """With scores of order 1."""
-    width = rank + rope
-    scale = width**-0.5
-    return Shape(lengths, num_heads, 1, width, rank, dtype=dtype, scale=scale, **others)  # type: ignore[arg-type]
 
 
 SHAPES = {
@@ -46,30 +29,11 @@ SHAPES = {
 }
 
 
-def latent_rows(shape: Shape, seed: int = 0) -> Rows:
-    rows = make_rows(shape, seed)
-    rows.v_BPHD = rows.k_BPHD[..., : shape.value_dim].contiguous()
-    return rows
-
-
-def decode(kernels: AttentionKernels, rows: Rows, laid: Laid) -> torch.Tensor:
-    rank = rows.shape.value_dim
-    return kernels.decode_latents(
-        rows.q_BQD[..., :rank],
-        rows.q_BQD[..., rank:],
-        laid.v_pool,
-        laid.k_pool[..., rank:].contiguous(),
-        laid.block_table_BN,
-        laid.lengths_B,
-        scale=rows.shape.scale,
-    )
-
-
 @BOTH
 @pytest.mark.parametrize("name", SHAPES)
 def test_within_the_derived_bound(kernels: AttentionKernels, name: str) -> None:
     rows = latent_rows(SHAPES[name])
-    out = decode(kernels, rows, lay_out(rows))
+    out = decode_latents(kernels, rows, lay_out(rows))
     assert out.dtype == rows.shape.dtype and out.is_contiguous()
     oracle(rows).check(out)
 
@@ -88,7 +52,7 @@ def test_control_mistakes_are_caught(kernels: AttentionKernels) -> None:
         rows.with_shape(scale=rows.shape.scale * 1.01),
     )
     for mistake in wrong:
-        assert exact.excess(decode(kernels, mistake, lay_out(mistake))) > 20
+        assert exact.excess(decode_latents(kernels, mistake, lay_out(mistake))) > 20
 
 
 def test_several_tiles_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,21 +63,23 @@ def test_several_tiles_in_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(latent_decode, "launch_shape", launch)
     rows = latent_rows(latent_shape((0, 16, 64, 65, 130), 3, 32, 16, BF16))
-    oracle(rows).check(decode(TRITON, rows, lay_out(rows)))
+    oracle(rows).check(decode_latents(TRITON, rows, lay_out(rows)))
 
 
 @BOTH
 def test_bits_are_of_the_row_alone(kernels: AttentionKernels) -> None:
     rows = latent_rows(latent_shape((70, 0, 33), 4, 32, 16, BF16))
-    expected = decode(kernels, rows, lay_out(rows))
+    expected = decode_latents(kernels, rows, lay_out(rows))
     for other in (rows, rows.with_shape(spare_blocks=7), rows.with_shape(block_tokens=8)):
-        assert torch.equal(decode(kernels, other, lay_out(other, seed=1)), expected)
+        assert torch.equal(decode_latents(kernels, other, lay_out(other, seed=1)), expected)
     for row, length in enumerate(rows.shape.lengths):
         if length:
             alone = rows.only(row)
-            assert torch.equal(decode(kernels, alone, lay_out(alone)), expected[row : row + 1])
+            assert torch.equal(
+                decode_latents(kernels, alone, lay_out(alone)), expected[row : row + 1]
+            )
     rows.q_BQD[0] += 0.5  # control
-    assert not torch.equal(decode(kernels, rows, lay_out(rows)), expected)
+    assert not torch.equal(decode_latents(kernels, rows, lay_out(rows)), expected)
 
 
 @BOTH
@@ -121,7 +87,7 @@ def test_padding_is_zero_whatever_lies_in_its_blocks(kernels: AttentionKernels) 
     rows = latent_rows(latent_shape((0, 20, 0), 4, 16, 8))
     laid = lay_out(rows)
     laid.block_table_BN[0] = 2**30  # would be far outside the pool
-    out = decode(kernels, rows, laid)
+    out = decode_latents(kernels, rows, laid)
     assert (out[0] == 0).all() and (out[2] == 0).all() and out[1].isfinite().all()
 
 
@@ -129,6 +95,6 @@ def test_queries_may_be_strided() -> None:
     """As they come from a batched product: heads outermost."""
     rows = latent_rows(latent_shape((20, 9), 4, 16, 8))
     laid = lay_out(rows)
-    expected = decode(TRITON, rows, laid)
+    expected = decode_latents(TRITON, rows, laid)
     rows.q_BQD = rows.q_BQD.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(decode(TRITON, rows, laid), expected)
+    assert torch.equal(decode_latents(TRITON, rows, laid), expected)

@@ -205,7 +205,7 @@ def _torch_is_fused(q_QTD: torch.Tensor, v_HPD: torch.Tensor) -> bool:
     """Whether torch's flash attention takes these: where it does not, torch would build the whole
     mask. It is written for compute capability 8.0 and newer."""
     half = q_QTD.dtype in (torch.bfloat16, torch.float16)
-    widths = q_QTD.shape[2] == v_HPD.shape[2] <= 256
+    widths = v_HPD.shape[2] <= q_QTD.shape[2] <= 256
     if not (q_QTD.is_cuda and half and widths):
         return False
     return torch.cuda.get_device_capability(q_QTD.device) >= (8, 0)
@@ -214,12 +214,18 @@ def _torch_is_fused(q_QTD: torch.Tensor, v_HPD: torch.Tensor) -> bool:
 def _fused_by_torch(
     q_QTD: torch.Tensor, k_HPD: torch.Tensor, v_HPD: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Causal attention by torch's flash kernel, which shares KV heads without copying them."""
+    """Causal attention by torch's flash kernel, which shares KV heads without copying them.
+
+    It knows one width. Narrower values get columns of zeros: 192 beside 128 is then as much work as
+    in our kernel, whose tiles are powers of two (192 + 192 columns of a pair, or 256 + 128).
+    """
     mask = causal_lower_right(q_QTD.shape[1], k_HPD.shape[1])
+    value_dim, missing = v_HPD.shape[2], q_QTD.shape[2] - v_HPD.shape[2]
+    v_HPD = functional.pad(v_HPD, (0, missing)) if missing else v_HPD
     out = functional.scaled_dot_product_attention(
         q_QTD[None], k_HPD[None], v_HPD[None], attn_mask=mask, scale=scale, enable_gqa=True
     )
-    return out[0].transpose(0, 1)
+    return out[0, ..., :value_dim].transpose(0, 1)
 
 
 def ring_blocks(window: int, block_tokens: int) -> int:

@@ -6,8 +6,8 @@
 
 A program owns a block of queries of one head and runs through the keys it sees with a running
 maximum; no score leaves it. Sums in FP32; weights are rounded to the dtype of the values before
-they meet them. Serves what torch's fused kernels do not: windows, caps, sinks, unequal widths,
-FP32. Bits depend on shapes alone.
+they meet them. Serves what torch's fused kernels do not: windows, caps, sinks, values wider than
+keys, FP32. Bits depend on shapes alone.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

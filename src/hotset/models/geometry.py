@@ -296,9 +296,14 @@ def _geometry(
 
 
 def _joined_bytes(layers: Sequence[AttentionLayer], dtype: str) -> int:
-    """What is cached of one token, in the layer that has most, as a later chunk sees it."""
-    cached = [layer.cached for layer in layers]
-    return max(heads * (keys + values) for heads, keys, values in cached) * DTYPE_BYTES[dtype]
+    """What is cached of one token, in the layer that has most, as a later chunk sees it; values
+    that are narrower than keys once more, padded (`kernels.attention`)."""
+    widths = []
+    for layer in layers:
+        num_heads, key_width, value_width = layer.cached
+        is_padded = layer.latent is None and value_width < key_width
+        widths.append(num_heads * (key_width + value_width + is_padded * key_width))
+    return max(widths) * DTYPE_BYTES[dtype]
 
 
 def _is_recurrent(text: PretrainedConfig) -> bool:

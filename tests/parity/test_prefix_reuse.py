@@ -23,9 +23,9 @@ SECOND = [*FIRST[:140], *text(40, seed=2)]
 OTHERS = [SECOND[:101], SECOND[:120], SECOND[:133], SECOND[:170]]
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family("qwen3_moe", tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+    return make_family(request.param, tmp_path_factory.mktemp("model"))
 
 
 def make_engine(family: Family, *, reuse: bool = True, exact: bool = False) -> Engine:

@@ -45,6 +45,7 @@ FLAGS = {
     "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
+        *("--device", "--dtype", "--ram", "--revision", "--text", "--tokens", "--trace", "--vram"),
         *(
             "--machine",
             "--shape",
@@ -52,6 +53,7 @@ FLAGS = {
             "--sequences",
             "--slots",
             "--victims",
+            "--window",
             "--wish-lag",
         ),
     ],

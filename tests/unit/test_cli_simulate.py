@@ -166,3 +166,45 @@ def test_speed_is_predicted_for_a_machine_and_a_shape() -> None:
     assert "predicted tokens/s" in table.stdout
     alone = CliRunner().invoke(app, args)
     assert "needs both `--machine` and `--shape`" in str(alone.exception)
+
+
+def test_a_model_is_run_on_a_text_and_replayed(tmp_path) -> None:
+    text, kept = tmp_path / "words.txt", tmp_path / "t.trace"
+    text.write_text("The cat sat on the mat, and the dog sat on the cat. " * 40)
+    model = ("pocket", "--text", text, "--device", "cpu", "--tokens", "96", "--window", "24")
+    replay = ("--slots", "0.25,0.5", "--policy", "half-life", "--half-life", "4,16")
+    args = (*model, *replay, "--trace", kept, "--machine", "h200", "--json")
+    out = json.loads(run(*args).stdout)
+    assert (out["sequences"], out["tokens"]) == (2, 48)  # the even ones of four
+    trace = load_trace(kept)
+    assert trace.num_tokens == 96 and trace.info.model == "pocket" and trace.domains == ("words",)
+    rows = {(row["slots"], row["half_life"]): row for row in out["rows"]}
+    # What was kept replays alike, and more slots are faster on the model's own shape.
+    again = json.loads(run(kept, *replay, "--json").stdout)
+    assert [row["hit_rate"] for row in again["rows"]] == [row["hit_rate"] for row in out["rows"]]
+    assert rows[0.5, 16]["tokens_per_second"] > rows[0.25, 16]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--vram", "1GiB"), "`--vram` is for running a model, and without `--text`"),
+        (("--trace", "t"), "`--trace` is for running a model"),
+        (("--text", "TEXT", "--shape", "tiny", "--machine", "h200"), "leave `--shape` out"),
+        (("--text", "TEXT", "--experts", "8"), "`--experts` is for trace files"),
+        (("--text", "TEXT", "--tokens", "0"), "`--tokens` is 0"),
+        (("--text", "missing"), "`--text missing` cannot be read"),
+    ],
+)
+def test_flags_of_a_trace_and_of_a_model(tmp_path, args: tuple[str, ...], message: str) -> None:
+    (tmp_path / "words.txt").write_text("words")
+    flags = [str(tmp_path / "words.txt") if arg == "TEXT" else arg for arg in args]
+    with pytest.raises(HotsetError) as error:
+        run("pocket", *flags)
+    assert message in f"{error.value} {error.value.hint}"
+
+
+def test_a_model_without_a_text_is_told_of_it(tmp_path) -> None:
+    with pytest.raises(HotsetError) as error:
+        run(tmp_path)
+    assert "of a model, give a text to run: `--text FILE`" in str(error.value.hint)

@@ -17,6 +17,7 @@ MAX_ENV_VARS = 10
 
 # Longer functions, each with the answer to "why is this not two?".
 LONG_FUNCTIONS = {
+    "src/hotset/cli/bench.py::prefill": "its signature is one line for each flag",
     "src/hotset/cli/bench_decode.py::decode": "its signature is one line for each flag",
     "src/hotset/cli/chat.py::chat": "its signature is one line for each flag",
     "src/hotset/cli/generate.py::generate": "its signature is one line for each flag",

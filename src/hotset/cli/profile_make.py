@@ -116,19 +116,25 @@ def make(  # noqa: PLR0913 - one parameter for each flag
         excerpts += read_prompts(source.text, prompts, lines, num_answer=max_tokens)
     files = [*words, *([prompts] if prompts else [])]
     with tempfile.TemporaryDirectory() as folder:
-        trace = _record(source, config, excerpts, keep_trace or Path(folder) / "trace", files)
+        trace = record_texts(source, config, excerpts, keep_trace or Path(folder) / "trace", files)
     profile = Profile.from_trace(trace, with_forecast=forecast and path.suffix == ".npz")
     save_profile(profile, path)
     _say_made(profile, trace, path, as_json=as_json)
 
 
-def _record(
+def record_texts(
     source: CheckpointWeights,
     config: EngineConfig,
     excerpts: list[Excerpt],
     path: Path,
     files: list[Path],
 ) -> Trace:
+    """Loads a model and runs excerpts through it, with progress on stderr.
+
+    Args:
+        path: of the trace file.
+        files: that the excerpts are from; the trace keeps their names.
+    """
     from hotset.runtime.engine import Engine
     from hotset.runtime.profiling import record_trace
 

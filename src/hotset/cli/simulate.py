@@ -12,9 +12,12 @@ from typing import Annotated
 
 import typer
 
+from hotset.cli.options import Device, Dtype, Ram, Revision, Vram
+from hotset.cli.simulate_model import DEFAULT_TOKENS, DEFAULT_WINDOW, find_trace
 from hotset.cli.simulate_output import print_results, to_rows
 from hotset.core.costmodel import predict_step
 from hotset.core.errors import ConfigError
+from hotset.core.geometry import ModelGeometry
 from hotset.core.half_life import best_half_life
 from hotset.core.machine import MachineDescription
 from hotset.core.policy import (
@@ -36,7 +39,7 @@ from hotset.core.simulator import (
 from hotset.core.simulator import (
     simulate as run_simulation,
 )
-from hotset.core.trace import PARITIES, Trace, load_trace
+from hotset.core.trace import PARITIES, Trace
 
 DEFAULT_SLOTS = "0.125,0.25,0.5"
 DEFAULT_HALF_LIVES = "4,8,16,32,64,128"
@@ -51,9 +54,33 @@ PREDICTED_CONTEXT = 4096
 
 def simulate(  # noqa: PLR0913 - one parameter for each flag
     trace: Annotated[
-        Path, typer.Argument(help="Trace file, .npz archive of expert ids, or `pocket`.")
+        str,
+        typer.Argument(
+            metavar="TRACE|MODEL",
+            help="Trace file, .npz archive of expert ids, or `pocket`; with `--text` a model.",
+        ),
     ],
     *,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Run MODEL on this text, record it, replay that; may be repeated."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(help=f"Most tokens of each text.  [default: {DEFAULT_TOKENS}]"),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(help=f"Tokens of one sequence of it.  [default: {DEFAULT_WINDOW}]"),
+    ] = None,
+    keep_trace: Annotated[
+        Path | None, typer.Option("--trace", help="Keep the recorded trace in this file.")
+    ] = None,
+    vram: Vram = None,
+    ram: Ram = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    revision: Revision = None,
     slots: Annotated[
         str, typer.Option(help="Fractions of the experts that have a slot, separated by commas.")
     ] = DEFAULT_SLOTS,
@@ -99,13 +126,15 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
         ),
     ] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Of a model of this published shape, with `--machine`.")
+        str | None,
+        typer.Option(help="Of this published shape; with `--text` it is the model's own."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace and print the hit rate of each policy and number of slots.
 
     Uses the engine's own policies. State is kept from one sequence to the next, as in a server.
+    Without a trace, `--text` records a short one first.
 
     Example: `hotset simulate pocket --slots 0.25,0.5 --policy lru --policy half-life`
     """
@@ -113,9 +142,21 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
         from hotset.cli.plotting import check_plot_path
 
         check_plot_path(plot)
-    if (machine is None) != (shape is None):
-        raise ConfigError("a prediction needs both `--machine` and `--shape`")
-    whole = load_trace(trace, num_experts=experts)
+    _check_prediction(machine, shape, is_model=bool(text))
+    found = find_trace(
+        trace,
+        num_experts=experts,
+        texts=text or [],
+        tokens=tokens,
+        window=window,
+        keep=keep_trace,
+        vram=vram,
+        ram=ram,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+    )
+    whole = found.trace
     wants_forecast = not policy or ForecastPolicy.name in policy
     profile = _profile(whole, profile_from, with_forecast=wants_forecast)
     conditions = _conditions(
@@ -127,7 +168,10 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
     results = _run(replayed, conditions, profile, num_victims=victims, wish_lag=wish_lag)
     choices = best_half_life(results)
-    speeds = tokens_per_second(results, machine=machine, shape=shape) if machine and shape else None
+    speeds = None
+    if machine is not None:
+        geometry = found.geometry or shape_geometry(shape)
+        speeds = tokens_per_second(results, machine=machine, geometry=geometry)
     if plot is not None:
         from hotset.cli.simulate_plot import draw
 
@@ -138,19 +182,40 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
         print_results(results, choices, title=_title(replayed), speeds=speeds)
 
 
-def tokens_per_second(results: list[Result], *, machine: str, shape: str) -> list[float]:
-    """What each result is worth: decoding with 4,096 tokens in the cache, every layer at the
-    result's hit rate.
+def _check_prediction(machine: str | None, shape: str | None, *, is_model: bool) -> None:
+    if is_model and shape is not None:
+        raise ConfigError(
+            "`--shape` is of a trace's model, and with `--text` the model's own is taken",
+            hint="leave `--shape` out",
+        )
+    if not is_model and (machine is None) != (shape is None):
+        raise ConfigError("a prediction needs both `--machine` and `--shape`")
+
+
+def shape_geometry(shape: str | None) -> ModelGeometry:
+    """Of a published shape.
 
     Raises:
-        ConfigError: no such machine or shape, or the machine lacks a rate.
+        ConfigError: there is none of that name.
     """
-    description = MachineDescription.load(machine)
+    assert shape is not None
     # These import torch, which would make `--help` wait.
     from hotset.bench.shapes import shape_config
     from hotset.models.geometry import build_meta
 
-    geometry = build_meta(shape_config(shape)).geometry
+    return build_meta(shape_config(shape)).geometry
+
+
+def tokens_per_second(
+    results: list[Result], *, machine: str, geometry: ModelGeometry
+) -> list[float]:
+    """What each result is worth: decoding with 4,096 tokens in the cache, every layer at the
+    result's hit rate.
+
+    Raises:
+        ConfigError: no such machine, or it lacks a rate.
+    """
+    description = MachineDescription.load(machine)
     rates = description.rates(record_bytes=geometry.layers[0].expert.record_bytes)
     used = [float(layer.top_k) for layer in geometry.layers]
     steps = (

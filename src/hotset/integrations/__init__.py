@@ -1,0 +1,1 @@
+"""Engines that hotset's experts run inside of. Each knows its engine; none knows `models/`."""

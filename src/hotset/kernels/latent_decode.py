@@ -64,31 +64,12 @@ def _columns(width: int) -> int:
 
 @triton.jit
 def _latent_kernel(
-    q_BQR,
-    q_BQD,
-    latent_pool,
-    rope_pool,
-    block_table_BN,
-    lengths_B,
-    acc_BQSR,
-    stats_BQS2,
-    latent_row_stride,
-    latent_head_stride,
-    rope_row_stride,
-    rope_head_stride,
-    num_blocks,
-    scale,
-    NUM_HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    ROPE_DIM: tl.constexpr,
-    RANK_COLS: tl.constexpr,
-    ROPE_COLS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
+    q_BQR, q_BQD, latent_pool, rope_pool, block_table_BN, lengths_B, acc_BQSR, stats_BQS2,
+    latent_row_stride, latent_head_stride, rope_row_stride, rope_head_stride, num_blocks, scale,
+    NUM_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr, ROPE_DIM: tl.constexpr, RANK_COLS: tl.constexpr, ROPE_COLS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
     # Programs that read the same positions are neighbours, and find them in the L2 cache.
     split, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_B + row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -14,17 +14,19 @@ from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import ReferenceKernels
 from hotset.kernels.reference import read_record
 from hotset.runtime.blocks import Block
-from hotset.runtime.expert_stream import ExpertStream, Group
+from hotset.runtime.expert_stream import ExpertStream, Group, Need
 from hotset.runtime.moe import MATCH_TOKENS
 
 SMALL, LARGE = expert(), expert(72, 28)
 MANY = MATCH_TOKENS + 8
 
 
-def used(store: ExpertStore, experts: Sequence[int], layer: int = 0) -> np.ndarray:
+def used(
+    store: ExpertStore, experts: Sequence[int], layer: int = 0, *, use_ring: bool = True
+) -> Callable[[], Need]:
     used_E = np.zeros(store.layers[layer].num_experts, dtype=np.bool_)
     used_E[list(experts)] = True
-    return used_E
+    return lambda: Need(used_E, use_ring)
 
 
 def bring(
@@ -90,6 +92,47 @@ def test_the_next_layers_first_group_sets_off_behind_a_layer_that_used_all() -> 
     assert store.ring.copied_bytes - before == (8 + 4) * size
     bring(store, stream, 2, [1])
     assert store.ring.copied_bytes - before == (8 + 4 + 1) * size, "half a layer foretells nothing"
+
+
+def test_what_is_here_already_is_computed_on_before_the_routing_is_known() -> None:
+    """The host need not wait for the device while the device waits for the host."""
+    store = make_store(layers(8, 8), 2, staging_records=6)
+    store.place(resident(store, {1: [1, 6]}))
+    stream = ExpertStream(store)
+    stream.prefetch(1)
+    asked: list[int] = []
+
+    def need() -> Need:
+        asked.append(1)
+        return used(store, range(8), 1)()
+
+    with stream.groups(1, need) as groups:
+        early = next(groups)
+        assert (early.first, early.stop) == (0, 4) and not asked
+        assert early.staged is not None and early.staged.experts == (0, 2, 3)
+        assert [group.stop for group in groups] == [8] and len(asked) == 1
+    assert store.ring.num_idle == 2
+
+
+def test_a_layer_that_fits_a_buffer_needs_no_routing_at_all() -> None:
+    store = make_store(layers(8, 8), 4, staging_records=8)
+    store.place(resident(store, {1: [1, 5, 6, 7]}))
+    stream = ExpertStream(store)
+    stream.prefetch(1)
+    with stream.groups(1, used(store, range(8), 1)) as groups:
+        assert [(group.first, group.stop) for group in groups] == [(0, 8)]
+
+
+def test_behind_a_prefetch_the_rest_may_be_read_in_place() -> None:
+    store = make_store(layers(8, 8), staging_records=6)
+    stream = ExpertStream(store)
+    stream.prefetch(1)
+    before = store.ring.copied_bytes
+    with stream.groups(1, used(store, [0, 7], 1, use_ring=False)) as groups:
+        (early, rest) = groups
+        assert rest.staged is None and (rest.first, rest.stop) == (early.stop, 8)
+        assert rest.address_E[early.stop :].tolist() == store.table.row(1)[early.stop :].tolist()
+    assert store.ring.copied_bytes == before and store.ring.num_idle == 2
 
 
 def test_what_was_prefetched_for_another_layer_is_given_up() -> None:

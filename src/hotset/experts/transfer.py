@@ -1,7 +1,9 @@
-"""Small things from the host to the device without waiting for it. Knows arrays, not meanings."""
+"""Small things between host and device, neither waiting longer than it must. Knows arrays, not
+meanings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,3 +18,36 @@ def sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
         return host
     # The allocator of page-locked memory keeps it until the copy is done.
     return host.pin_memory().to(device, non_blocking=True)
+
+
+class Downloads:
+    """Copies to the host on a stream of their own."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def begin(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sends a tensor on its way, behind what the current stream has queued by now.
+
+        Returns:
+            Waits for that, and not for what is queued later; the tensor on the host.
+        """
+        if tensor.device.type != "cuda":
+            return lambda: tensor
+        if self._stream is None:
+            # Streams come from a pool by priority: at this one it is not that of the long copies
+            # in the other direction, behind which it would wait.
+            self._stream = torch.cuda.Stream(tensor.device, priority=-1)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        done = torch.cuda.Event()
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            done.record(self._stream)
+        tensor.record_stream(self._stream)
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return host
+
+        return wait

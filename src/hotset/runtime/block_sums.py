@@ -31,6 +31,10 @@ class BlockSum(Protocol):
         """
 
     @property
+    def num_tokens(self) -> int:
+        """Of the block."""
+
+    @property
     def kernel_tokens(self) -> int:
         """Tokens of an expert for which the kernels read its record once."""
 
@@ -76,6 +80,10 @@ class FewTokens:
             out=self._y_TKH,
             fill_E=self._fill_E,
         )
+
+    @property
+    def num_tokens(self) -> int:
+        return self._block.num_tokens
 
     @property
     def kernel_tokens(self) -> int:
@@ -129,6 +137,10 @@ class ManyTokens:
         self._kernels.accumulate(
             y_TKH, block.ids_TK, block.weights_TK, first=first, stop=stop, out_TH=self._sum_TH
         )
+
+    @property
+    def num_tokens(self) -> int:
+        return self._block.num_tokens
 
     @property
     def kernel_tokens(self) -> int:

@@ -3,13 +3,14 @@
 A layer's experts are cut into ranges of ascending ids. A group is one range: what is missing of it
 lies in a staging buffer, the rest where it is, and to a kernel they are all addresses. While one
 group is computed on, the next ones cross the link, and behind a layer's last group the next
-layer's first, whose routing is not known yet. Knows ids, residency and buffers; no tokens.
+layer's first, whose routing is not known yet: it is computed on before the host has learnt it.
+Knows ids, residency and buffers; no tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -52,6 +53,23 @@ class Group:
     staged: Staged | None
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a layer routes to.
+
+    Attributes:
+        used_E: experts that have tokens.
+        use_ring: what is missing of them is staged; otherwise it is read where it lies.
+    """
+
+    used_E: BoolArray
+    use_ring: bool
+
+    @property
+    def num_used(self) -> int:
+        return int(self.used_E.sum())
+
+
 class ExpertStream:
     """Brings missing records of one layer after the other.
 
@@ -86,27 +104,41 @@ class ExpertStream:
             self._early = None
 
     @contextmanager
-    def groups(self, layer: int, used_E: BoolArray) -> Iterator[Iterator[Group]]:
+    def groups(self, layer: int, need: Callable[[], Need]) -> Iterator[Iterator[Group]]:
         """All experts of a layer, group by group in ascending id.
 
-        A group is valid until the next one is asked for; that happens on the current stream.
+        A group is valid until the next one is asked for; that happens on the current stream. What
+        is here already comes first, before anything is asked of `need`.
 
         Args:
             layer: MoE layer.
-            used_E: experts that are routed to; no other crosses the link now.
+            need: what the layer routes to; may wait for the device. No other expert crosses the
+                link from then on.
         """
         if self._early is not None and self._early.layer != layer:
             self.drop()
         early, self._early = self._early, None
-        resident_E = self._store.placement.resident[layer, : len(used_E)]
-        missing = np.flatnonzero(used_E & ~resident_E).tolist()
-        ranges = self._ranges(layer, missing, early)
-        goes_on = self._overlap and int(used_E.sum()) >= PREFETCH_SHARE * len(used_E)
-        with closing(self._run(layer, ranges, early, goes_on=goes_on)) as groups:
+        with closing(self._all(layer, need, early)) as groups:
             yield groups
 
+    def _all(self, layer: int, need: Callable[[], Need], early: Staged | None) -> Generator[Group]:
+        num_experts, first = self._store.layers[layer].num_experts, 0
+        resident_E = self._store.placement.resident[layer, :num_experts]
+        if early is not None:
+            # Of its range nothing more is brought: where residency has changed since, a record is
+            # read in place. It is the last range if nothing is missing behind it.
+            first = early.experts[-1] + 1
+            first = num_experts if resident_E[first:].all() else first
+            only = _Range(0, first, early.experts)
+            yield from self._run(layer, [only], early, goes_on=False)
+        known = need()
+        missing = np.flatnonzero(known.used_E & ~resident_E) if known.use_ring else np.array([])
+        ranges = self._ranges(layer, first, missing[missing >= first].tolist())
+        goes_on = known.use_ring and known.num_used >= PREFETCH_SHARE * num_experts
+        yield from self._run(layer, ranges, goes_on=goes_on and self._overlap)
+
     def _run(
-        self, layer: int, ranges: Sequence[_Range], early: Staged | None, *, goes_on: bool
+        self, layer: int, ranges: Sequence[_Range], early: Staged | None = None, *, goes_on: bool
     ) -> Generator[Group]:
         """Keeps every idle buffer on its way ahead of the group that is computed on."""
         ahead = deque[Staged]() if early is None else deque([early])
@@ -135,23 +167,19 @@ class ExpertStream:
             for left in (*ahead, *([] if staged is None else [staged])):
                 self._ring.release(left)
 
-    def _ranges(self, layer: int, missing: list[int], early: Staged | None) -> list[_Range]:
-        """Cuts a layer's experts so that what is missing of each range fits a buffer."""
+    def _ranges(self, layer: int, first: int, missing: list[int]) -> list[_Range]:
+        """Cuts the experts from `first` on so that what is missing of each range fits a buffer."""
         num_experts = self._store.layers[layer].num_experts
-        parts = [] if early is None else [early.experts]
-        # Of the early range nothing more is brought: where residency has changed since, a record
-        # is read in place.
-        rest = missing if early is None else [e for e in missing if e > early.experts[-1]]
-        size = self._group_size(layer, len(rest))
-        parts += [tuple(rest[start : start + size]) for start in range(0, len(rest), size)]
-        ranges, first = [], 0
+        size = self._group_size(layer, len(missing))
+        parts = [tuple(missing[start : start + size]) for start in range(0, len(missing), size)]
+        ranges = []
         for part in parts:
             ranges.append(_Range(first, part[-1] + 1, part))
             first = part[-1] + 1
-        if not ranges:
-            return [_Range(0, num_experts, ())]
-        last = ranges.pop()
-        return [*ranges, _Range(last.first, num_experts, last.experts)]
+        if first < num_experts:
+            last = ranges.pop() if ranges else _Range(first, first, ())
+            ranges.append(_Range(last.first, num_experts, last.experts))
+        return ranges
 
     def _group_size(self, layer: int, num_records: int) -> int:
         """Records of a group: as few groups as possible, as even as possible."""
@@ -167,6 +195,8 @@ class ExpertStream:
     def _addresses(self, layer: int, part: _Range, staged: Staged | None) -> torch.Tensor:
         """[E]: of the table within the range, of the buffer where that has the record."""
         row_E = self._store.table.row(layer)
+        if staged is None and (part.first, part.stop) == (0, len(row_E)):
+            return row_E
         chosen = np.full(len(row_E), -1, dtype=np.int64)  # outside
         chosen[part.first : part.stop] = 0  # as the table says
         if staged is not None:

@@ -127,7 +127,7 @@ class MoERunner:
         """What a prompt routes to; the policy takes it in."""
         sizes = [one.num_tokens for one in sums]
         counts_PE = _counts(ids_TK, sizes, self._spec.num_experts)
-        used_E: BoolArray = counts_PE.any(axis=0)
+        used_E: BoolArray = counts_PE.sum(axis=0) > 0
         if self._tee is not None:
             self._tee.read(self._layer, ids_TK)
         return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))

@@ -6,7 +6,7 @@ nothing of tokens or text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,8 @@ import torch
 
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches
+from hotset.core.slot_pools import IntArray
+from hotset.experts.transfer import Downloads
 
 
 @dataclass
@@ -65,11 +67,28 @@ class RoutingLog:
         self._layers = layers
         self._record_bytes_L = np.array([layer.expert.record_bytes for layer in layers])
         self._pending: list[tuple[int, torch.Tensor]] = []
+        self._downloads = Downloads()
         self.total = Traffic()
 
     def add(self, layer: int, ids_TK: torch.Tensor) -> None:
         """Notes what a layer routed; the tensor must not be written afterwards."""
         self._pending.append((layer, ids_TK))
+
+    def fetch(self, layer: int, ids_TK: torch.Tensor) -> Callable[[], IntArray]:
+        """Sends what a layer routed to the host.
+
+        Returns:
+            Waits until it is known, whatever has been queued since; notes it, and gives it, int32.
+        """
+        wait = self._downloads.begin(ids_TK.to(torch.int32))
+
+        def known() -> IntArray:
+            host_TK = wait()
+            self.add(layer, host_TK)
+            found: IntArray = host_TK.numpy()
+            return found
+
+        return known
 
     def take(self) -> np.ndarray:
         """Ends the step: its routed ids, [L, N] int32, padded with -1."""

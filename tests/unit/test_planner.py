@@ -9,6 +9,7 @@ from plan_fakes import cpu, expert_of, geometry, gpu, qwen3_30b, t0, t1, t4
 
 from hotset.core.charges import SAMPLING_BYTES_PER_LOGIT
 from hotset.core.geometry import AttentionLayer, ModelGeometry, MoELayer
+from hotset.core.hardware import Machine
 from hotset.core.plan import Choice, MemoryPlan
 from hotset.core.planner import PlanRequest, Workspace, make_plan
 from hotset.core.units import GIB, MIB
@@ -236,6 +237,21 @@ def test_a_chunk_that_runs_beside_others_is_the_same_for_every_budget() -> None:
     assert {plan.require_fit().prefill_chunk for plan in plans} == {2048}
     per_token = 60_000 + 8 * (4 * 2048 + 2 * 768) + 6 * 2048 + 8 * 96
     assert 2048 * per_token <= 512 * MIB < 4096 * per_token
+
+
+@pytest.mark.parametrize(
+    "machine", [cpu(), cpu(available=3 * GIB), gpu()], ids=["cpu", "3GiB", "gpu"]
+)
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_the_context_that_auto_gives_may_be_written_out(machine: Machine, num_rows: int) -> None:
+    """The chunk is part of how a prompt is rounded, so it must not hang on who said the context."""
+    auto = PlanRequest(max_batch=num_rows)
+    for model in (pooled(t0()), pooled(t1()), t1()):
+        by_itself = make_plan(model, machine, auto)
+        set_ = make_plan(model, machine, replace(auto, context_tokens=by_itself.context_tokens))
+        assert by_itself.context_tokens == 8192
+        sizes = [(p.prefill_chunk, p.num_slots, p.staging_records) for p in (by_itself, set_)]
+        assert sizes[0] == sizes[1]
 
 
 def test_tokens_that_wait_for_other_chunks_are_charged() -> None:

@@ -180,12 +180,10 @@ class _Shares:
         )
 
     def grow(self, sizes: Sizes, fits: Callable[[Sizes], bool]) -> Sizes:
-        """What is left once no more slots can be used: first to the chunk, then to the context."""
-        if self.request.prefill_chunk is None:
-            for chunk in self._chunks(sizes.context_tokens):
-                if chunk > sizes.prefill_chunk and fits(replace(sizes, prefill_chunk=chunk)):
-                    sizes = replace(sizes, prefill_chunk=chunk)
-                    break
+        """What is left once no more slots can be used: first to the chunk, then to the context, and
+        to the chunk again, which the context may have kept short: so it is the one that this
+        context would get if it were set."""
+        sizes = self._grow_chunk(sizes, fits)
         if self.request.context_tokens is None:
             tokens = largest(
                 lambda tokens: fits(replace(sizes, context_tokens=tokens)),
@@ -193,7 +191,14 @@ class _Shares:
                 self.longest,
             )
             grown = max(sizes.context_tokens, self._rounded(tokens or 0))
-            sizes = replace(sizes, context_tokens=grown)
+            sizes = self._grow_chunk(replace(sizes, context_tokens=grown), fits)
+        return sizes
+
+    def _grow_chunk(self, sizes: Sizes, fits: Callable[[Sizes], bool]) -> Sizes:
+        if self.request.prefill_chunk is None:
+            for chunk in self._chunks(sizes.context_tokens):
+                if chunk > sizes.prefill_chunk and fits(replace(sizes, prefill_chunk=chunk)):
+                    return replace(sizes, prefill_chunk=chunk)
         return sizes
 
     def _staging(self, num_slots: int) -> int:

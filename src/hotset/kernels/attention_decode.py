@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import dot, is_interpreted, round_to, tanh
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -184,7 +185,9 @@ def _partial_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_B + row)
     first, first_tile, num_tiles, split_tiles = parts_of(length, WINDOW, TILE, SPLITS)
@@ -233,7 +236,9 @@ def _reduce_kernel(
     TILE: tl.constexpr,
     SPLITS: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     row, head = tl.program_id(2), tl.program_id(1)
     d = tl.program_id(0) * COLS + tl.arange(0, COLS)
     row_head = row.to(tl.int64) * tl.num_programs(1) + head
@@ -308,6 +313,7 @@ def decode_attention(
         GROUP=num_heads // num_kv_heads,
         WINDOW=window or 0,
         **_widths(launch, key_dim, value_dim),
+        **dependent_launch(q_BQD.device),
     )
     sum_splits(acc_BQSD, stats_BQS2, lengths_B, out, launch=launch, window=window, sinks_Q=sinks_Q)
     return out
@@ -341,6 +347,7 @@ def sum_splits(
         SPLITS=launch.splits,
         INTERPRET=is_interpreted(_reduce_kernel),
         num_warps=4,
+        **dependent_launch(out.device),
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import is_interpreted, round_to
 from hotset.kernels.match import retarget
 from hotset.kernels.match_reference import LayerMatch
@@ -49,7 +50,9 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     _combine_block(y_TKH, weights_TK, out_TH, HIDDEN, TOP_K, BLOCK_H, INTERPRET)
 
 
@@ -71,7 +74,9 @@ def _combine_and_retarget_kernel(
     NUM_VICTIMS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     if tl.program_id(0) < num_tokens:
         _combine_block(y_TKH, weights_TK, out_TH, HIDDEN, TOP_K, BLOCK_H, INTERPRET)
     elif tl.program_id(1) == 0:
@@ -155,6 +160,7 @@ def combine(
         "BLOCK_H": _BLOCK_H,
         "INTERPRET": is_interpreted(_combine_kernel),
         "num_warps": 4,
+        **dependent_launch(y_TKH.device),
     }
     if matched is None:
         _combine_kernel[(num_tokens, blocks)](y_TKH, weights_TK, out_TH, **shared)

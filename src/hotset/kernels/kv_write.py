@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hotset.kernels.dependent import dependent_launch, wait_for_previous
+
 
 @triton.jit
 def _copy_heads(
@@ -50,7 +52,9 @@ def _write_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_B + row)
     position = length - tl.num_programs(0) + tl.program_id(0)
@@ -100,4 +104,5 @@ def write_kv(
         KEY_BLOCK=triton.next_power_of_2(num_heads * key_dim),
         VALUE_BLOCK=triton.next_power_of_2(num_heads * value_dim),
         num_warps=4,
+        **dependent_launch(k_BTHD.device),
     )

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.grouping import Grouping
 from hotset.kernels.match_reference import LayerMatch
 
@@ -109,7 +110,9 @@ def _match_kernel(
     IDS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     fill = tl.zeros((BLOCK_E,), tl.int64)
     num_free = 0
     for first in tl.static_range(0, NUM_VICTIMS, BLOCK_V):
@@ -197,4 +200,5 @@ def match(ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None 
         BLOCK_E=block_e,
         BLOCK_V=min(triton.next_power_of_2(layer.num_victims), widest),
         num_warps=min(_MAX_WARPS, triton.cdiv(block_e, _EXPERTS_PER_WARP)),
+        **dependent_launch(ids_TK.device),
     )

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hotset.core.geometry import ExpertSpec
+from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import (
     apply_gate,
     field_pointer,
@@ -146,7 +147,9 @@ def _up_kernel(
     COLS: tl.constexpr,
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     choice = tl.program_id(1)
     expert = tl.load(ids_K + choice)
     if (expert < 0) | (expert >= num_experts):
@@ -194,7 +197,9 @@ def _down_kernel(
     FILL: tl.constexpr,
     ZERO_ABSENT: tl.constexpr,
     INTERPRET: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous(DEPENDENT)
     choice = tl.program_id(1)
     expert = tl.load(ids_K + choice)
     real = (expert >= 0) & (expert < num_experts)
@@ -247,6 +252,7 @@ def one_token(
         "HAS_BIAS": spec.has_bias,
         "FILL": fill_E is not None,
         "INTERPRET": is_interpreted(_up_kernel),
+        **dependent_launch(x_1H.device),
     }
     _up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from hotset.kernels.topk import accepts, topk
 from hotset.models.layer_kinds import decoder_layers
+from hotset.models.rewrites import Rewrites
 
 # Batch sizes times layer kinds of the largest model; beyond it the compiler would go on without
 # compiling, in silence.
@@ -36,7 +36,7 @@ class CompiledLayers:
         self._layers = list(decoder_layers(model))
         # One pass object for all: the compiler takes another one for another backend, and would
         # compile every layer anew.
-        options: dict[str, Any] = {"post_grad_custom_post_pass": _ShortTopK()}
+        options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewrites()}
         self._compiled = [
             torch.compile(layer.forward, dynamic=False, options=options) for layer in self._layers
         ]
@@ -58,25 +58,3 @@ class CompiledLayers:
     def _set(self, forwards: list[Any]) -> None:
         for layer, forward in zip(self._layers, forwards, strict=True):
             layer.forward = forward
-
-
-class _ShortTopK(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Replaces the library's top-k of short rows by ours, whatever router it stands in."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default):
-            given = dict(zip(("self", "k", "dim", "largest", "sorted"), node.args, strict=False))
-            x, k, dim = cast(fx.Node, given["self"]), cast(int, given["k"]), given.get("dim", -1)
-            largest, ordered = given.get("largest", True), given.get("sorted", True)
-            value = x.meta["val"]
-            last = dim in (-1, value.dim() - 1)
-            if last and largest and ordered and accepts(value.shape[-1], k, value.dtype):
-                with graph.inserting_before(node):
-                    ours = graph.call_function(topk._opoverload, (x, k))
-                ours.meta = node.meta
-                node.replace_all_uses_with(ours)
-                graph.erase_node(node)
-
-    def uuid(self) -> object:
-        """Part of the compiler's cache key: changes whenever this pass does."""
-        return torch._inductor.custom_graph_pass.get_hash_for_files((__file__,))

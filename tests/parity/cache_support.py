@@ -25,7 +25,7 @@ from tiny import build_tiny, tiny_config
 
 EPS32 = 2.0**-23
 KERNELS = AttentionKernels("reference")
-# One shorter than every window (16) and block (8), one longer; both end beyond a window.
+# One shorter than every window (16) and block (8), one longer than both.
 PROMPTS = [list(range(3, 8)), list(range(9, 42))]
 
 
@@ -141,13 +141,15 @@ class Ours:
         return out.logits[:, -1]
 
 
-def decode_both(stock: Stock, ours: Ours, *, chunk: int | None = None) -> list[torch.Tensor]:
+def decode_both(
+    stock: Stock, ours: Ours, *, chunk: int | None = None, kernels: AttentionKernels = KERNELS
+) -> list[torch.Tensor]:
     """Logits of both sequences, [number of tokens, V]; the stock tokens are fed to both."""
     rows = [ours.pool.open() for _ in PROMPTS]
     logits = [
         [ours.prefill(row, prompt, chunk)[-1]] for row, prompt in zip(rows, PROMPTS, strict=True)
     ]
-    batch = DecodeBatch(ours.pool, 4, kernels=KERNELS)
+    batch = DecodeBatch(ours.pool, 4, kernels=kernels)
     batch.assign([rows[1], None, rows[0]])  # padding in the middle and at the end
     cache = KVCache(batch)
     for step in range(len(stock.tokens[0]) - 1):

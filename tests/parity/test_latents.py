@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from hotset.bench.shapes import shape_config
+from hotset.core.config import EngineConfig
 from hotset.core.geometry import Latent
+from hotset.core.machine import MachineDescription
+from hotset.kernels.attention import AttentionKernels
 from hotset.models import latents
 from hotset.models.attention import AttentionSwitch
 from hotset.models.attention_probe import find_attention
 from hotset.models.geometry import build_meta
 from hotset.runtime import kv_cache
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
+from hotset.runtime.planning import plan_engine
 from parity.cache_support import (
     KERNELS,
     PROMPTS,
@@ -57,6 +62,20 @@ def test_decode_says_what_stock_says(stock: Stock, chunk: int | None) -> None:
     logits = decode_both(stock, Ours(stock, num_rows=2), chunk=chunk)
     assert largest_difference(stock, logits) <= logits_bound(stock)
     assert [part.argmax(-1).tolist() for part in logits] == stock.tokens
+
+
+def test_with_the_triton_kernel(deepseek: Stock) -> None:
+    """One step: in the interpreter it takes seconds."""
+    one = Stock(
+        deepseek.model,
+        deepseek.layers,
+        PROMPTS,
+        tokens=[tokens[:2] for tokens in deepseek.tokens],
+        logits=[logits_TV[:2] for logits_TV in deepseek.logits],
+    )
+    ours = Ours(deepseek, num_rows=2)
+    logits = decode_both(one, ours, kernels=AttentionKernels("triton"))
+    assert largest_difference(one, logits) <= logits_bound(deepseek)
 
 
 def _values_of_the_next_column(right: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,6 +132,25 @@ def test_the_pool_holds_latents_and_nothing_else(deepseek: Stock) -> None:
     assert geometry.kv_bytes_per_token == per_token and geometry.kv_fixed_bytes == 0
     pool = Ours(deepseek, num_rows=2).pool
     assert pool.nbytes == 2 * 96 * per_token
+
+
+@pytest.mark.parametrize("context", [1000, 20_000, 200_000])
+def test_what_is_expanded_is_planned(context: int) -> None:
+    """All heads of a short context, some of a longer one; of a very long one a single head may be
+    more than what is meant for several."""
+    config = shape_config("glm-4.7-flash", num_layers=2)
+    geometry = build_meta(config).geometry
+    layer, sizes = geometry.attention[0], {"context_tokens": context, "prefill_chunk": 512}
+    _, plan = plan_engine(
+        geometry,
+        EngineConfig(model="glm-4.7-flash", **sizes),
+        description=MachineDescription.load("rtx-4090"),
+    )
+    one_head = 2 * latents.expanded_elements(layer.key_dim, layer.value_dim) * context
+    at_a_time = min(layer.num_heads, max(1, latents.EXPANDED_BYTES // one_head))
+    assert (at_a_time == layer.num_heads) == (context == 1000)
+    planned = plan.device["latents"]
+    assert at_a_time * one_head <= planned <= latents.EXPANDED_BYTES + one_head
 
 
 def test_the_bits_of_a_row_are_its_own(deepseek: Stock) -> None:

@@ -22,7 +22,16 @@ from hotset.runtime.engine import Engine
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.requests import Request
 from hotset.runtime.state_rows import state_bytes
-from parity.cache_support import KERNELS, Ours, Stock, generate_stock, logits_bound
+from parity.cache_support import (
+    KERNELS,
+    PROMPTS,
+    Ours,
+    Stock,
+    decode_both,
+    generate_stock,
+    largest_difference,
+    logits_bound,
+)
 from scheduling import Answers
 from tiny import build_tiny, tiny_config
 
@@ -39,32 +48,11 @@ MODELS = (
 )
 ONE_FORWARD = ("jamba",)  # cannot continue a prompt but token by token
 NUM_TOKENS = 12
-# Shorter than a block of the pool (8), and longer than several.
-PROMPTS = [list(range(3, 8)), list(range(9, 42))]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def stock(request: pytest.FixtureRequest) -> Stock:
     return generate_stock(request.param, PROMPTS, NUM_TOKENS)
-
-
-def decode_both(stock: Stock, ours: Ours, chunk: int | None = None) -> list[torch.Tensor]:
-    """Logits of both sequences, [NUM_TOKENS, V]; the stock tokens are fed to both."""
-    rows = [ours.pool.open() for _ in PROMPTS]
-    logits = [[ours.prefill(row, ids, chunk)[-1]] for row, ids in zip(rows, PROMPTS, strict=True)]
-    batch = DecodeBatch(ours.pool, 4, kernels=KERNELS)
-    batch.assign([rows[1], None, rows[0]])  # padding in the middle and at the end
-    cache = KVCache(batch)
-    for step in range(NUM_TOKENS - 1):
-        fed = [stock.tokens[1][step], 0, stock.tokens[0][step], 0]
-        out_BV = ours.decode(batch, cache, fed)
-        logits[1].append(out_BV[0])
-        logits[0].append(out_BV[2])
-    return [torch.stack(parts) for parts in logits]
-
-
-def furthest(stock: Stock, logits: list[torch.Tensor]) -> float:
-    return max(difference(*pair) for pair in zip(logits, stock.logits, strict=True))
 
 
 def test_rows_of_different_length_decode_together(stock: Stock) -> None:
@@ -73,14 +61,15 @@ def test_rows_of_different_length_decode_together(stock: Stock) -> None:
     chunks = (None, 1) if stock.model.config.model_type in ONE_FORWARD else (None, 7, 1)
     bound = logits_bound(stock)
     for chunk in chunks:
-        assert furthest(stock, decode_both(stock, Ours(stock, num_rows=2), chunk)) <= bound
+        logits = decode_both(stock, Ours(stock, num_rows=2), chunk=chunk)
+        assert largest_difference(stock, logits) <= bound
 
 
 def test_control_a_wrong_state_is_caught(stock: Stock, monkeypatch: pytest.MonkeyPatch) -> None:
     """States that stay what they were at the end of the prompt."""
     ours, bound = Ours(stock, num_rows=2), logits_bound(stock)
     monkeypatch.setattr(ours.pool.states, "put_back", lambda rows_B: None)
-    assert furthest(stock, decode_both(stock, ours)) > 10 * bound
+    assert largest_difference(stock, decode_both(stock, ours)) > 10 * bound
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hotset.core.errors import ConfigError
+from hotset.core.hit_curve import HitCurve
 from hotset.core.profile import Profile
 from hotset.core.trace import load_trace
 from hotset.runtime.profiling import Excerpt, cut_text, read_prompts
@@ -53,6 +54,8 @@ def test_texts_and_prompts_become_one_profile(
     assert np.array_equal(profile.counts_LE, trace.total_counts())
     assert profile.fingerprint.router_hash == said["router_hash"] != ""
     assert profile.forecast is not None
+    assert profile.replay is not None
+    assert profile.replay == HitCurve.from_trace(trace).replayed()
     assert profile.source == "prose.txt; code.txt; prompts.jsonl"
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
@@ -15,11 +16,14 @@ from typer.testing import CliRunner, Result
 
 from hotset.cli.plan import plan
 from hotset.cli.plan_table import plan_table
+from hotset.core.config import EngineConfig
 from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.geometry import AttentionLayer
 from hotset.core.hardware import HostMemory, Machine
 from hotset.core.machine import MachineDescription
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.models.describe import Description
+from hotset.runtime.planning import decoded_rows, plan_engine
 
 
 @pytest.fixture
@@ -161,6 +165,18 @@ def test_a_machine_on_paper_is_planned_with_speed_and_a_sweep(run) -> None:
     table, _ = run("m", "--machine", "rtx-4090", "--vram", "16GiB", "--sweep")
     for text in ("predicted speed", "tokens/s", "assumed: ", "slots against context"):
         assert text in table.stdout
+
+
+def test_speed_is_of_as_many_rows_as_a_step_may_have(run) -> None:
+    pooled = replace(qwen3_30b(), attention=(AttentionLayer("a", 0, 32, 4, 128, 128, None),))
+    one, four = (EngineConfig(model="m", device="cuda", max_batch=rows) for rows in (1, 4))
+    assert decoded_rows(pooled, one) == 1 and decoded_rows(pooled, four) == 4
+    assert decoded_rows(pooled, replace(four, batch_invariant=True)) == 1
+    assert decoded_rows(qwen3_30b(), four) == 1  # one sequence at a time in the library's cache
+    machine = MachineDescription.load("rtx-4090")
+    speeds = [plan_engine(pooled, c, description=machine)[1].speed for c in (one, four)]
+    assert [speed.num_rows for speed in speeds] == [1, 4]
+    assert speeds[0].step.total_ms < speeds[1].step.total_ms
 
 
 def test_a_machine_without_a_gpu_is_planned_without_speed(run, tmp_path) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from routing import make_trace
 
 from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError
+from hotset.core.policy import DEFAULT_HALF_LIFE, HalfLife
+from hotset.core.profile import PolicyReplay, Profile
 from hotset.models.compiled import CompiledLayers
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.decoding import choose_policy, first_that_works, weaker_options
+from hotset.runtime.policies import policy_for
 
 ASKED = DecodeOptions(graph=True, layers=cast(CompiledLayers, object()))
 
@@ -75,6 +81,23 @@ def test_out_of_memory_is_not_a_reason_to_try_more() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         make(maker)
     assert len(maker.tried) == 1
+
+
+def test_half_life_is_the_users_or_the_profiles_or_the_policys() -> None:
+    ids = np.arange(12, dtype=np.uint8).reshape(12, 1, 1) % 8
+    counted = Profile.from_trace(make_trace([ids], num_experts=8))
+    profile = replace(counted, replay=PolicyReplay(64.0, (0.0, 1.0), (0.0, 1.0)))
+
+    def half_life(own: float | None, known: Profile | None) -> float:
+        policy = policy_for([8], num_slots=3, half_life=own, profile=known)
+        assert isinstance(policy, HalfLife)
+        return policy.half_life_L[0]
+
+    assert half_life(None, profile) == 64.0
+    assert half_life(4.0, profile) == 4.0
+    assert half_life(None, None) == half_life(None, counted) == DEFAULT_HALF_LIFE
+    # Others have none, whatever the profile says.
+    assert policy_for([8], num_slots=3, name="lru", profile=profile).name == "lru"
 
 
 @pytest.mark.parametrize(

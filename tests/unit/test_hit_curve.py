@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,30 @@ def test_a_profile_covers_what_it_counted() -> None:
     assert curve.at(0.25) == pytest.approx(profile.coverage()[:, 7].mean())  # 8 of 32 experts
     assert "follows the text has more" in curve.source
     assert curve.half_life is None
+
+
+def test_a_profile_that_was_replayed_has_that_curve() -> None:
+    trace = small_trace((40, 40))
+    replayed = HitCurve.from_trace(trace, half_lives=(4.0, 16.0))
+    profile = replace(Profile.from_trace(trace), replay=replayed.replayed())
+    curve = HitCurve.from_profile(profile)
+    assert (curve.shares, curve.hit_rates) == (replayed.shares, replayed.hit_rates)
+    assert curve.half_life == replayed.half_life and "`--profile` takes it" in curve.half_life_note
+    # It is of one row: several have what the counts say.
+    assert HitCurve.from_profile(profile, num_rows=2).half_life is None
+
+
+def test_rows_of_a_profile_use_what_independent_draws_would() -> None:
+    """One layer of 4 experts, top-1, used 4, 2, 1 and 1 times of 8."""
+    ids = np.array([0, 0, 0, 0, 1, 1, 2, 3], dtype=np.uint8)[:, None, None]
+    info = TraceInfo(ModelFingerprint(architecture="m", num_experts=(4,), top_k=(1,)))
+    profile = Profile.from_trace(Trace(info, ids, (TraceSequence(0, 0, 8),)))
+    curve = HitCurve.from_profile(profile, num_rows=2)
+    used = [1 - (1 - p) ** 2 for p in (1 / 2, 1 / 4, 1 / 8, 1 / 8)]
+    assert curve.num_rows == 2
+    assert curve.used_share == pytest.approx(sum(used) / 4)
+    assert curve.at(0.25) == pytest.approx(used[0] / sum(used))
+    assert curve.at(0.25) < HitCurve.from_profile(profile).at(0.25) == 0.5
 
 
 def test_assumed_curves_rise_with_slots_and_fall_with_rows() -> None:

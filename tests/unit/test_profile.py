@@ -11,7 +11,8 @@ from routing import make_trace, skewed_ids
 
 from hotset.core.errors import CheckpointError, ConfigError
 from hotset.core.fingerprint import ModelFingerprint
-from hotset.core.profile import Profile
+from hotset.core.hit_curve import HitCurve
+from hotset.core.profile import PolicyReplay, Profile
 
 
 def trace_of(seed: int = 0, **options):
@@ -43,7 +44,8 @@ def test_far_reuse_goes_into_the_last_bucket_and_even_use_counts_all_experts():
 
 @pytest.mark.parametrize("suffix", [".json", ".npz"])
 def test_round_trip(tmp_path, suffix):
-    profile = Profile.from_trace(trace_of())
+    replay = PolicyReplay(32.0, (0.0, 0.5, 1.0), (0.0, 0.75, 1.0))
+    profile = dataclasses.replace(Profile.from_trace(trace_of()), replay=replay)
     path = tmp_path / f"p{suffix}"
     profile.save(path)
     loaded = Profile.load(path)
@@ -90,6 +92,11 @@ def test_damaged_files_are_refused(tmp_path):
         path.write_text(json.dumps(good | change))
         with pytest.raises(CheckpointError, match=text):
             Profile.load(path)
+    rows = {"shares": [0.0, 1.0], "hit_rates": [0.0, 1.0]}
+    for replay in ({}, {"half_life": 0, **rows}, {"half_life": 4, **rows, "hit_rates": [2.0, 1.0]}):
+        path.write_text(json.dumps(good | {"replay": replay}))
+        with pytest.raises(CheckpointError, match="not a readable profile"):
+            Profile.load(path)
     for content in ("[]", "{", "{}"):
         path.write_text(content)
         with pytest.raises(CheckpointError, match="not a readable profile"):
@@ -128,7 +135,10 @@ def test_another_model_is_refused_with_every_reason():
 
 def test_merge_is_the_profile_of_both():
     first, second = trace_of(0), trace_of(1)
-    merged = Profile.from_trace(first).merge([Profile.from_trace(second)])
+    replayed = HitCurve.from_trace(first, half_lives=(4.0,)).replayed()
+    known = dataclasses.replace(Profile.from_trace(first), replay=replayed)
+    merged = known.merge([Profile.from_trace(second)])
+    assert known.replay is not None and merged.replay is None
     both = Profile.from_trace(make_trace([*first, *second], num_experts=8))
     assert np.array_equal(merged.counts_LE, both.counts_LE)
     assert np.array_equal(merged.reuse_LB, both.reuse_LB)

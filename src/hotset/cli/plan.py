@@ -140,7 +140,7 @@ class _Described:
         described = describe(config.model, config.dtype, revision=config.revision)
         self.weights_checked = described.weights_checked
         self._geometry, self._config = described.geometry, config
-        self._curve = hit_curve(described.geometry, trace=trace, profile=profile)
+        self._curve = hit_curve(described.geometry, config, trace=trace, profile=profile)
 
     def plan(self) -> tuple[Machine, MemoryPlan]:
         from hotset.runtime.planning import plan_engine
@@ -158,23 +158,27 @@ class _Described:
 
 
 def hit_curve(
-    geometry: ModelGeometry, *, trace: str | None, profile: str | None
+    geometry: ModelGeometry, config: EngineConfig, *, trace: str | None, profile: str | None
 ) -> HitCurve | None:
-    """Hits over slots of a trace or a profile, `None` without either.
+    """Hits over slots of a trace or a profile, for as many rows as a step may have; `None` without
+    either.
 
     Raises:
-        ConfigError: both are given, or one of another model.
+        ConfigError: both are given, one of another model, or a trace of fewer sequences than rows.
     """
+    from hotset.runtime.planning import decoded_rows
+
     if trace is not None and profile is not None:
         raise ConfigError("give either `--trace` or `--profile`")
+    num_rows = decoded_rows(geometry, config)
     if trace is not None:
         loaded = load_trace(trace)
         _check_model(geometry, loaded.info.fingerprint, f"trace `{trace}`")
-        return HitCurve.from_trace(loaded)
+        return HitCurve.from_trace(loaded, num_rows=num_rows)
     if profile is not None:
         counted = Profile.load(profile)
         _check_model(geometry, counted.fingerprint, f"profile `{profile}`")
-        return HitCurve.from_profile(counted)
+        return HitCurve.from_profile(counted, num_rows=num_rows)
     return None
 
 

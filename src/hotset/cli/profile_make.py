@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,7 @@ from hotset.cli.options import (
 from hotset.cli.progress import loading_bar, token_bar
 from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
+from hotset.core.hit_curve import HitCurve
 from hotset.core.profile import SUFFIXES, Profile
 from hotset.core.trace import Trace
 
@@ -117,7 +119,8 @@ def make(  # noqa: PLR0913 - one parameter for each flag
     files = [*words, *([prompts] if prompts else [])]
     with tempfile.TemporaryDirectory() as folder:
         trace = record_texts(source, config, excerpts, keep_trace or Path(folder) / "trace", files)
-    profile = Profile.from_trace(trace, with_forecast=forecast and path.suffix == ".npz")
+    counted = Profile.from_trace(trace, with_forecast=forecast and path.suffix == ".npz")
+    profile = replace(counted, replay=HitCurve.from_trace(trace).replayed())
     save_profile(profile, path)
     _say_made(profile, trace, path, as_json=as_json)
 

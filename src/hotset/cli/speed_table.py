@@ -24,8 +24,8 @@ def speed_table(speed: Speed) -> Table:
         table,
         "decode",
         f"{speed.tokens_per_second:.1f} tokens/s",
-        f"{step.total_ms:.2f} ms a step: experts {step.experts_ms:.2f}, resident weights "
-        f"{step.resident_ms:.2f}, KV cache {step.kv_ms:.2f}, layers {step.layers_ms:.2f}",
+        f"{step.total_ms:.2f} ms a step{_rows(speed)}: experts {step.experts_ms:.2f}, resident "
+        f"weights {step.resident_ms:.2f}, KV cache {step.kv_ms:.2f}, layers {step.layers_ms:.2f}",
     )
     add_row(table, "hit rate", f"{speed.hit_rate:.3f}", "of the experts of a decode step")
     add_row(
@@ -43,12 +43,14 @@ def speed_table(speed: Speed) -> Table:
     if speed.slot_share == 1:
         return table
     if speed.half_life is not None:
-        add_row(
-            table, "half-life", f"{speed.half_life:g}", "`--half-life` that this is predicted for"
-        )
+        add_row(table, "half-life", f"{speed.half_life:g}", speed.half_life_note)
     if speed.cpu_break_even is not None:
         add_row(table, "break-even", f"{speed.cpu_break_even:.3f}", _break_even(speed))
     return table
+
+
+def _rows(speed: Speed) -> str:
+    return "" if speed.num_rows == 1 else f" of {speed.num_rows} rows"
 
 
 def _break_even(speed: Speed) -> str:

@@ -17,7 +17,7 @@ from hotset.core.costmodel import distinct_experts
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import MoELayer
 from hotset.core.policy import DEFAULT_HALF_LIFE, HalfLife
-from hotset.core.profile import Profile
+from hotset.core.profile import PolicyReplay, Profile
 from hotset.core.simulator import Condition, simulate
 from hotset.core.trace import Trace, TraceSequence
 
@@ -41,6 +41,7 @@ class HitCurve:
         assumed: it was taken from other models.
         num_rows: sequences that a step decodes side by side; hits are of distinct experts.
         half_life: that it was replayed with, steps; `None` for a set that does not move.
+        half_life_note: why this one, and what has to be set for it; one phrase.
         used_share: share of a layer's experts that one step uses; `None` where nobody counted,
             then as if each were as likely.
     """
@@ -51,6 +52,7 @@ class HitCurve:
     assumed: bool = False
     num_rows: int = 1
     half_life: float | None = None
+    half_life_note: str = ""
     used_share: float | None = None
 
     def at(self, share: float) -> float:
@@ -62,6 +64,11 @@ class HitCurve:
         if self.used_share is not None:
             return self.used_share * layer.num_experts
         return distinct_experts(layer, self.num_rows)
+
+    def replayed(self) -> PolicyReplay:
+        """What a profile keeps of a curve that was replayed."""
+        assert self.half_life is not None
+        return PolicyReplay(self.half_life, self.shares, self.hit_rates)
 
     @classmethod
     def from_trace(
@@ -96,23 +103,40 @@ class HitCurve:
             f"{half_lives[best]:g}{rows}",
             num_rows=num_rows,
             half_life=float(half_lives[best]),
+            half_life_note=f"the most hits on the trace, of {_listed(half_lives)}: `--half-life`",
             used_share=_used_share(replayed),
         )
 
     @classmethod
-    def from_profile(cls, profile: Profile) -> HitCurve:
-        """What the most used experts of a profile cover of its own uses: a set that does not
-        move, on the text that it was made from."""
-        counts_LE = -np.sort(-profile.counts_LE, axis=1)
-        total = max(1, int(counts_LE.sum()))
+    def from_profile(cls, profile: Profile, *, num_rows: int = 1) -> HitCurve:
+        """For one row the profile's own replay, if it has one; else what its most used experts
+        cover: a set that does not move. Both on the text that it was made from.
+
+        Args:
+            num_rows: sequences that a step decodes side by side, as if independent: an expert that
+                a token uses with chance p is used by R rows with 1 - (1 - p)^R.
+        """
+        name = profile.model or "this model"
+        if profile.replay is not None and num_rows == 1:
+            return cls(
+                shares=profile.replay.shares,
+                hit_rates=_rising(profile.replay.hit_rates),
+                source=f"the replay in the profile of {name}",
+                half_life=profile.replay.half_life,
+                half_life_note="the most hits on the profile's text; an engine with `--profile` "
+                "takes it",
+            )
+        chance_LE = 1 - (1 - np.minimum(1.0, -np.sort(-profile.prior, axis=1))) ** num_rows
         width = np.array(profile.fingerprint.num_experts)[:, None]
-        rank = np.arange(counts_LE.shape[1])
-        rates = [float((counts_LE * (rank < np.round(s * width))).sum()) / total for s in SHARES]
+        rank, total = np.arange(chance_LE.shape[1]), max(1e-9, float(chance_LE.sum()))
+        rates = [float((chance_LE * (rank < np.round(s * width))).sum()) / total for s in SHARES]
         return cls(
             shares=SHARES,
             hit_rates=_rising(rates),
             source=f"what the most used experts cover of {profile.num_tokens:,} tokens of the "
-            f"profile of {profile.model or 'this model'}; a policy that follows the text has more",
+            f"profile of {name}; a policy that follows the text has more",
+            num_rows=num_rows,
+            used_share=total / float(width.sum()),
         )
 
 
@@ -149,6 +173,7 @@ def assumed_curve(num_rows: int = 1) -> HitCurve:
         assumed=True,
         num_rows=num_rows,
         half_life=DEFAULT_HALF_LIFE,
+        half_life_note="the policy's own",
     )
 
 
@@ -185,6 +210,10 @@ def beside_each_other(trace: Trace, num_rows: int) -> Trace:
     return replace(
         trace, ids_TLK=ids_TLN, sequences=(TraceSequence(0, 0, length),), token_ids_T=None
     )
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    return ", ".join(f"{number:g}" for number in numbers)
 
 
 def _used_share(trace: Trace) -> float:

@@ -12,7 +12,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,34 @@ _FORECAST = "forecast_"
 
 
 @dataclass(frozen=True)
+class PolicyReplay:
+    """What the policy that follows the text makes of the text that a profile is of.
+
+    Attributes:
+        half_life: with the most hits, steps.
+        shares: of the experts that have a slot, ascending.
+        hit_rates: at each.
+    """
+
+    half_life: float
+    shares: tuple[float, ...]
+    hit_rates: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        numbers = (*self.shares, *self.hit_rates)
+        if not self.half_life > 0 or not all(0 <= number <= 1 for number in numbers):
+            raise ValueError(f"a replay of half-life {self.half_life} has shares beyond 0..1")
+        if not self.shares or len(self.shares) != len(self.hit_rates):
+            raise ValueError(f"{len(self.shares)} shares have {len(self.hit_rates)} hit rates")
+
+    @classmethod
+    def from_json(cls, data: Any) -> PolicyReplay:
+        """The inverse of `asdict`; `ValueError`, `KeyError` or `TypeError` where it is not."""
+        shares, rates = (tuple(map(float, data[key])) for key in ("shares", "hit_rates"))
+        return cls(float(data["half_life"]), shares, rates)
+
+
+@dataclass(frozen=True)
 class Profile:
     """Routing statistics of one model.
 
@@ -44,6 +72,7 @@ class Profile:
         num_tokens, num_sequences: seen.
         model, source, license: for people.
         forecast: for policy `forecast`; `None` when none was fitted.
+        replay: `None` when nobody replayed the text.
     """
 
     fingerprint: ModelFingerprint
@@ -55,6 +84,7 @@ class Profile:
     source: str = ""
     license: str = ""
     forecast: Forecast | None = None
+    replay: PolicyReplay | None = None
 
     @classmethod
     def from_trace(cls, trace: Trace, *, with_forecast: bool = False) -> Profile:
@@ -112,7 +142,7 @@ class Profile:
             )
 
     def merge(self, others: Sequence[Profile]) -> Profile:
-        """One profile of all tokens together, without a forecast, which cannot be merged.
+        """One profile of all tokens together, without forecast and replay, which cannot be merged.
 
         Raises:
             ConfigError: one is of another model.
@@ -129,6 +159,7 @@ class Profile:
                 source=_joined(merged.source, other.source),
                 license=_joined(merged.license, other.license),
                 forecast=None,
+                replay=None,
             )
         return merged
 
@@ -197,6 +228,7 @@ class Profile:
             "model": self.model,
             "source": self.source,
             "license": self.license,
+            **({"replay": asdict(self.replay)} if self.replay is not None else {}),
         }
         if _suffix(path) == ".json":
             if self.forecast is not None:
@@ -235,6 +267,7 @@ class Profile:
                 num_tokens=int(data["num_tokens"]),
                 num_sequences=int(data["num_sequences"]),
                 forecast=data.get("forecast") if path.suffix == ".npz" else None,
+                replay=PolicyReplay.from_json(data["replay"]) if "replay" in data else None,
                 **{key: str(data[key]) for key in ("model", "source", "license")},
             )
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:

@@ -63,6 +63,7 @@ class Speed:
         cpu_break_even: hit rate below which computing on the CPU would be faster, see
             `core.costmodel`; `None` where the CPU's rate is not known.
         half_life: for the policy, steps; `None` where the hit curve has none.
+        half_life_note: why this one, one phrase.
         assumptions: what was not measured for this model on this machine.
         rates_source: where the machine's rates come from and how old they are, one phrase.
     """
@@ -80,6 +81,7 @@ class Speed:
     half_life: float | None
     assumptions: tuple[str, ...]
     rates_source: str = ""
+    half_life_note: str = ""
 
     @property
     def first_token_seconds(self) -> float:
@@ -194,6 +196,7 @@ class SpeedModel:
             half_life=self.curve.half_life,
             assumptions=self.assumptions,
             rates_source=self.rates_source,
+            half_life_note=self.curve.half_life_note,
         )
 
     def _own_assumptions(self) -> list[str]:

@@ -12,6 +12,7 @@ from hotset.core.hit_curve import HitCurve, assumed_curve
 from hotset.core.machine import MachineDescription
 from hotset.core.plan import MemoryPlan
 from hotset.core.planner import PlanRequest, make_plan
+from hotset.core.profile import Profile
 from hotset.core.record import DTYPE_BYTES
 from hotset.core.speed import SpeedModel
 from hotset.core.sweep import sweep_contexts
@@ -42,7 +43,8 @@ def plan_engine(
 
     Args:
         description: of another machine; default this one as it is now.
-        curve: hits over slots, for the predicted speed; default one assumed from other models.
+        curve: hits over slots, for the predicted speed of as many rows as it is of; default the
+            config's profile's, or one assumed from other models, of `decoded_rows`.
     """
     machine, spaces, speed = _parts(geometry, config, description, curve)
     request = PlanRequest.from_config(config)
@@ -60,6 +62,18 @@ def sweep_engine(
     machine, spaces, speed = _parts(geometry, config, description, curve)
     request = PlanRequest.from_config(config)
     return sweep_contexts(geometry, machine, request, workspaces=spaces, speed=speed)
+
+
+def decoded_rows(geometry: ModelGeometry, config: EngineConfig) -> int:
+    """Most sequences that a decode step serves side by side."""
+    return config.max_batch if geometry.attention and not config.batch_invariant else 1
+
+
+def _default_curve(geometry: ModelGeometry, config: EngineConfig) -> HitCurve:
+    num_rows = decoded_rows(geometry, config)
+    if config.profile is not None:
+        return HitCurve.from_profile(Profile.load(config.profile), num_rows=num_rows)
+    return assumed_curve(num_rows)
 
 
 def speed_model(
@@ -83,7 +97,9 @@ def _parts(
     known = description or described(machine)
     # The model of speed is one of a GPU and its link: without a GPU there is nothing to predict.
     predicted = known if machine.device == "cuda" else None
-    speed = None if predicted is None else speed_model(geometry, predicted, curve)
+    speed = None
+    if predicted is not None:
+        speed = speed_model(geometry, predicted, curve or _default_curve(geometry, config))
     spaces = [*_workspaces(geometry, config, on_cuda=machine.device == "cuda")]
     return machine, spaces, speed
 

@@ -30,15 +30,18 @@ def policy_for(
     Args:
         num_experts: of each MoE layer.
         num_slots: of all layers together.
-        half_life: see `HalfLife`; `None` for its default.
+        half_life: see `HalfLife`; `None` for the profile's, or else its default.
         profile: of this model, what static policies and `forecast` know.
 
     Raises:
         ConfigError: an unknown policy, or one that needs a profile.
     """
     movable = 0 < num_slots < sum(num_experts)
+    chosen = name or (HalfLife.name if movable or half_life else NoPolicy.name)
+    if half_life is None and chosen == HalfLife.name and profile is not None and profile.replay:
+        half_life = profile.replay.half_life
     policy = make_policy(
-        name or (HalfLife.name if movable or half_life else NoPolicy.name),
+        chosen,
         num_experts=num_experts,
         half_life=half_life,
         prior_LE=None if profile is None else profile.prior,

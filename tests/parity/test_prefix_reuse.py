@@ -28,10 +28,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_family(request.param, tmp_path_factory.mktemp("model"))
 
 
-def make_engine(family: Family, *, reuse: bool = True, exact: bool = False) -> Engine:
+def make_engine(
+    family: Family, *, reuse: bool = True, exact: bool = False, chunk: int = CHUNK
+) -> Engine:
     return family.engine(
         context_tokens=CONTEXT,
-        prefill_chunk=CHUNK,
+        prefill_chunk=chunk,
         max_batch=2,
         batch_invariant=exact,
         prefix_reuse=reuse,
@@ -72,6 +74,19 @@ def test_whole_chunks_are_reused_bit_for_bit(family: Family) -> None:
     with make_engine(family, reuse=False, exact=True) as engine:
         want, _ = ask(engine, *OTHERS)
     assert not all(torch.equal(*pair) for pair in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize(("chunk", "num_whole"), [(48, 96), (20, 0), (16, 128)])
+def test_short_chunks_are_reused_bit_for_bit(family: Family, chunk: int, num_whole: int) -> None:
+    """Of the 140 tokens that two prompts share, as many as are whole chunks and whole blocks of 32.
+    What follows is short enough to run chunk by chunk, where without reuse all chunks run together:
+    the bits of a chunk depend on its own tokens alone."""
+    with make_engine(family, reuse=False, exact=True, chunk=chunk) as engine:
+        (_, expected), _ = ask(engine, FIRST, SECOND[:150])
+    with make_engine(family, exact=True, chunk=chunk) as engine:
+        (_, again), num_reused = ask(engine, FIRST, SECOND[:150])
+    assert num_reused == num_whole
+    assert torch.equal(again, expected)
 
 
 def test_any_block_is_reused_within_the_bound(family: Family) -> None:

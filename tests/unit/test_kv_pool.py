@@ -9,12 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_fakes import t0
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hotset.core.config import EngineConfig
 from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer
-from hotset.kernels.attention import ring_blocks
+from hotset.kernels.attention import AttentionKernels, ring_blocks
 from hotset.runtime.kv_blocks import BlockAllocator
+from hotset.runtime.kv_cache import PrefillStep
 from hotset.runtime.kv_pool import KVPool, kv_pool_bytes
 from hotset.runtime.planning import plan_engine
 
@@ -220,3 +222,42 @@ def test_poison_is_everywhere() -> None:
         poison=True,
     )
     assert all(tensor.isnan().all() for pair in pool.pools.values() for tensor in pair)
+
+
+class Copies(TorchDispatchMode):
+    """Bytes of each tensor that is gathered or joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.cat):
+            self.num_bytes.append(out.nbytes)
+        return out
+
+
+def test_a_later_chunk_copies_what_it_sees_once() -> None:
+    """As the plan charges it: gathered from blocks, new tokens included, and not joined."""
+    pool, kernels = make_pool(), AttentionKernels("reference")
+    row = pool.open()
+
+    def states(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        source = torch.Generator().manual_seed(seed)
+        shape = (1, 2, num_tokens)
+        return tuple(torch.randn(*shape, dim, generator=source) for dim in (8, 4))
+
+    whole = [torch.cat(pair, dim=2)[0] for pair in zip(states(18, 0), states(9, 1), strict=True)]
+    step = PrefillStep(pool, row, 18, kernels=kernels)
+    step.attention(LAYERS[0]).update(*states(18, 0))
+    step.commit()
+    view = PrefillStep(pool, row, 9, kernels=kernels).attention(LAYERS[0])
+    new = states(9, 1)
+    with Copies() as copies:
+        view.update(*new)
+    # 27 tokens are 7 blocks of 4; what is written are the 9 new ones.
+    large = sorted(size for size in copies.num_bytes if size > 9 * 2 * 8 * 4)
+    assert large == [28 * 2 * 4 * 4, 28 * 2 * 8 * 4]
+    for got, want in zip(view._attended, whole, strict=True):
+        assert torch.equal(got, want)

@@ -228,6 +228,20 @@ def pooled(model: ModelGeometry) -> ModelGeometry:
     return replace(model, attention=(layer,), activation_bytes_per_pair=0)
 
 
+def test_what_a_later_chunk_gathers_is_one_layers_cache() -> None:
+    """Of the layer that has most, whichever others have none; of a window no more than it holds."""
+    wide = AttentionLayer("a", 0, 32, 4, 128, 64, None)
+    near = AttentionLayer("b", 1, 32, 8, 128, 128, 100)
+    request = PlanRequest(context_tokens=2048)
+
+    def copies(*layers: AttentionLayer) -> int:
+        model = replace(qwen3_30b(), attention=layers, activation_bytes_per_pair=0)
+        return make_plan(model, gpu(), request).device["KV copies"]
+
+    assert copies(wide) == copies(wide, near) == 2048 * 4 * (128 + 64) * 2
+    assert copies(near) == 100 * 8 * (128 + 128) * 2
+
+
 def test_a_chunk_that_runs_beside_others_is_the_same_for_every_budget() -> None:
     """Their experts cross the link once, so its length only has to keep the kernels busy."""
     plans = [

@@ -317,18 +317,31 @@ class Charges:
         rows = f" of {self.num_rows} rows" if self.num_rows > 1 else ""
         note = f"{self.kv_tokens(context_tokens)} tokens{rows}"
         yield Line("KV cache", self.cache_bytes(context_tokens), note)
-        # The library's cache grows by concatenation, layer by layer, keys and values in turn: while
-        # one is copied, the old one is still there. Over a pool the same happens to what a later
-        # chunk of a prompt sees of earlier ones. An average layer's both are charged; where only
-        # every fourth layer grows, one layer's keys are twice that, and headroom has the rest.
-        growing = self.geometry.kv_bytes_per_token * context_tokens
         yield Line(
             "KV copies",
-            -(-growing // self.geometry.num_layers),
-            "one layer's cache twice, while a later chunk is joined to it"
+            self._copied_bytes(context_tokens),
+            "one layer's cache, gathered for a later chunk of a prompt"
             if self.geometry.attention
             else "one layer's cache twice, while it is extended",
         )
+
+    def _copied_bytes(self, context_tokens: int) -> int:
+        """Over a pool a later chunk of a prompt attends to a copy of what a layer has of the row.
+
+        The library's cache grows by concatenation, layer by layer, keys and values in turn: while
+        one is copied, the old one is still there. An average layer's both are charged; where only
+        every fourth layer grows, one layer's keys are twice that, and headroom has the rest.
+        """
+        geometry = self.geometry
+        if not geometry.attention:
+            return -(-geometry.kv_bytes_per_token * context_tokens // geometry.num_layers)
+        size, most = DTYPE_BYTES[geometry.dtype], 0
+        for layer in geometry.attention:
+            num_heads, key_width, value_width = layer.cached
+            # What new tokens see of a window is joined to them; that is short, and headroom has it.
+            tokens = context_tokens if layer.window is None else min(context_tokens, layer.window)
+            most = max(most, tokens * num_heads * (key_width + value_width) * size)
+        return most
 
     def _workspace_lines(self, sizes: Sizes) -> Iterator[Line]:
         lines: dict[str, Line] = {}

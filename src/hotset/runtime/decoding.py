@@ -24,7 +24,6 @@ from hotset.models.linear_kernels import missing_packages
 from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
-from hotset.runtime.moe import MATCH_TOKENS
 from hotset.runtime.policies import policy_for
 from hotset.runtime.sampling import Sampler
 from hotset.runtime.sequences import PoolSequence
@@ -232,8 +231,6 @@ def prefix_grain(geometry: ModelGeometry, plan: MemoryPlan, config: EngineConfig
     if not config.prefix_reuse:
         return None
     reason = prefix_refusal(geometry)
-    if config.batch_invariant and plan.prefill_chunk < MATCH_TOKENS:
-        reason = f"chunks of fewer than {MATCH_TOKENS} tokens may run as one"
     if reason:
         said = f"prefixes are not reused: {reason}"
         if config.strict:

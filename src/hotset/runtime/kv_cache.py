@@ -118,18 +118,21 @@ class _PrefillKind:
         table_1N = kind.table_RN[step.row : step.row + 1]
         device, block_tokens = step.pool.device, step.pool.block_tokens
         self.table_1N = sent(table_1N, device)
+        self.is_ring = kind.window is not None
         # The first new token sees window - 1 earlier ones.
         self.num_seen = step.start if kind.window is None else min(step.start, kind.window - 1)
         first = step.start - self.num_seen
-        blocks = np.arange(first // block_tokens, -(-step.start // block_tokens))
+        stop = step.start if self.is_ring else step.start + step.num_tokens
+        blocks = np.arange(first // block_tokens, -(-stop // block_tokens))
         ids = table_1N[0, blocks % kind.row_blocks]
         self.blocks = sent(ids.astype(np.int64), device)
         skip = first % block_tokens
-        self.seen = slice(skip, skip + self.num_seen)
+        self.gathered = slice(skip, skip + stop - first)
 
     def gather(self, pool: torch.Tensor) -> torch.Tensor:
-        """The earlier tokens, [Hkv, num_seen, D], a strided view of a copy."""
-        return pool[self.blocks].flatten(0, 1)[self.seen].transpose(0, 1)
+        """[Hkv, P, D], a strided view of a copy: the tokens that the new ones see of a ring before
+        they are written there, or these and the new ones."""
+        return pool[self.blocks].flatten(0, 1)[self.gathered].transpose(0, 1)
 
 
 class _PrefillLayer(CacheLayerMixin):
@@ -152,8 +155,8 @@ class _PrefillLayer(CacheLayerMixin):
         assert key_states.shape[0] == 1 and key_states.shape[2] == self._step.num_tokens
         keys, values = key_states[0], value_states[0]
         k_pool, v_pool = self._pools
-        if self._kind.num_seen:
-            # Read first: in a ring the new tokens may take the place of what they see.
+        if self._kind.num_seen and self._kind.is_ring:
+            # Read first: the new tokens may take the place of what they see.
             keys = torch.cat((self._kind.gather(k_pool), keys), dim=1)
             values = torch.cat((self._kind.gather(v_pool), values), dim=1)
         self._step.kernels.write(
@@ -164,6 +167,9 @@ class _PrefillLayer(CacheLayerMixin):
             self._kind.table_1N,
             self._step.length_1,
         )
+        if self._kind.num_seen and not self._kind.is_ring:
+            # One copy of all: what an earlier chunk left and this one, joined, would be two.
+            keys, values = self._kind.gather(k_pool), self._kind.gather(v_pool)
         self._attended = keys, values
         return self, self
 

@@ -37,6 +37,13 @@ def test_a_config_alone_is_planned_on_paper(machine: str) -> None:
     assert plan.speed.slot_share == 1
 
 
+def test_gemma_has_as_many_weights_as_its_name_says() -> None:
+    """25.2 billion, as published: no embeddings for each layer, and one matrix for both ends."""
+    geometry = build_meta(shape_config("gemma-4-26b-a4b")).geometry
+    billions = (geometry.expert_bytes + geometry.resident_bytes) / 2 / 1e9
+    assert billions == pytest.approx(25.2, abs=0.05)
+
+
 def test_unknown_shapes_are_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"unknown shape `olmoe`"):
         shape_config("olmoe")

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from hotset.cli.profile import app
 from hotset.core.errors import HotsetError
+from hotset.core.hit_curve import HitCurve
 from hotset.core.profile import Profile
 from hotset.core.trace import Trace
 from hotset.core.trace_file import TraceWriter
@@ -67,9 +68,18 @@ def test_show_says_what_the_hot_set_covers(files: Path) -> None:
     best = np.sort(profile.counts_LE, axis=1)[:, -4:].sum(axis=1) / profile.counts_LE.sum(axis=1)
     assert quarter["coverage_of_layers"] == pytest.approx(best.tolist(), abs=1e-12)
     assert whole["coverage_of_layers"] == [1.0, 1.0]
-    assert out["tokens"] == 160 and out["forecast"] is False
+    assert out["tokens"] == 160 and out["forecast"] is False and out["replay"] is None
     table = run("show", files / "one.json").stdout
     assert "router hash ab12" in table and f"{out['effective_experts'][0]:.1f}" in table
+
+
+def test_show_says_what_a_replay_hits(files: Path) -> None:
+    curve = HitCurve((0.0, 0.5, 1.0), (0.0, 0.8, 1.0), "made up", half_life=8.0)
+    profile = replace(Profile.load(files / "one.json"), replay=curve.replayed())
+    profile.save(files / "replayed.json")
+    said = run("show", files / "replayed.json", "--slots", "0.25").stdout
+    assert "followed with half-life 8, its text has hits of 0.400 in 0.25" in said
+    assert answer("show", files / "replayed.json")["replay"]["half_life"] == 8.0
 
 
 def test_show_draws(files: Path) -> None:

@@ -72,6 +72,15 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     assert known is not None and known.figures == SHIPPED.figures
 
 
+def test_whoever_has_no_home_has_measured_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    known = described(H200)
+    assert known is not None and known.figures == SHIPPED.figures
+
+
 def test_nothing_is_known_of_a_cpu(tmp_path: Path) -> None:
     keep(tmp_path, cpu())
     assert described(cpu(), folder=tmp_path) is None

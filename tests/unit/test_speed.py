@@ -76,6 +76,12 @@ def test_what_was_not_measured_is_said() -> None:
     said = " ".join(predict(model_of(bare), 32).assumptions)
     for part in ("hit rate", "products of a prompt", "attention of a prompt", "beyond their bytes"):
         assert part in said
+    assert "as fast as one of large" in " ".join(predict(model_of(), 32).assumptions)
+    grouped = replace(RATES, expert_tflops=50.0)
+    assert "as fast as one of large" not in " ".join(predict(model_of(grouped), 32).assumptions)
+    # With a slot for each, 4,096 tokens are bound by their experts' operations.
+    slow, fast = (predict(model_of(rates), 128).prompt for rates in (grouped, RATES))
+    assert slow.experts_ms == pytest.approx(RATES.gemm_tflops / 50 * fast.experts_ms)
     curve = HitCurve((0.0, 1.0), (0.0, 1.0), "replayed")
     assert "hit rate" not in " ".join(predict(model_of(curve=curve), 32).assumptions)
 

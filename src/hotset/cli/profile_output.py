@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hotset.core.profile import Profile, ProfileDiff
+from hotset.core.profile import PolicyReplay, Profile, ProfileDiff
 from hotset.core.trace import Trace
 
 BAR_CELLS = 16
@@ -48,6 +48,7 @@ def profile_data(profile: Profile, slots: Sequence[float]) -> dict[str, Any]:
         "tokens": profile.num_tokens,
         "sequences": profile.num_sequences,
         "forecast": profile.forecast is not None,
+        "replay": None if profile.replay is None else asdict(profile.replay),
         "rows": [
             {
                 "slots": fraction,
@@ -74,6 +75,8 @@ def print_profile(profile: Profile, slots: Sequence[float], *, title: str) -> No
     hashed = fingerprint.router_hash[:12] or "unknown, so it fits every model of this shape"
     forecast = "" if profile.forecast is not None else "no "
     console.print(Text(f"router hash {hashed}; {forecast}forecast"), soft_wrap=True)
+    if profile.replay is not None:
+        console.print(Text(_replay_words(profile.replay, slots)), soft_wrap=True)
     covered = [profile.coverage_of_layers(fraction) for fraction in slots]
     effective = profile.effective_experts()
     table = Table(show_edge=False)
@@ -101,6 +104,13 @@ def print_profile(profile: Profile, slots: Sequence[float], *, title: str) -> No
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _replay_words(replay: PolicyReplay, slots: Sequence[float]) -> str:
+    rates = (
+        f"{np.interp(share, replay.shares, replay.hit_rates):.3f} in {share:.4g}" for share in slots
+    )
+    return f"followed with half-life {replay.half_life:g}, its text has hits of {', '.join(rates)}"
 
 
 def diff_data(differences: Sequence[ProfileDiff]) -> dict[str, Any]:

@@ -203,6 +203,8 @@ class SpeedModel:
         found = [f"the hit rate is {self.curve.source}"] if self.curve.assumed else []
         if self.rates.gemm_tflops is None:
             found.append("the products of a prompt are hidden behind its bytes: no rate is known")
+        elif self.rates.expert_tflops is None:
+            found.append("products of many experts are as fast as one of large matrices")
         if not self.geometry.attention:
             found.append("the attention of a prompt costs nothing: its layers are not listed")
         if self.rates.layer_us == 0:

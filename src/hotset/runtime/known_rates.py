@@ -70,13 +70,12 @@ def kept_file(machine: Machine, folder: Path | None = None) -> Path:
 
 def kept_rates(machine: Machine, *, folder: Path | None = None) -> MachineDescription | None:
     """What was measured; `None` without it, when a figure is too old, or of another version."""
-    file = kept_file(machine, folder)
-    if not file.is_file():
-        return None
     try:
-        known = MachineDescription.load(file)
+        known = MachineDescription.load(kept_file(machine, folder))
     except ConfigError:
-        return None  # of an older program; `hotset doctor` writes it anew
+        return None  # never measured, not to be read, or of an older program: no reason to fail
+    except RuntimeError:
+        return None  # whoever runs this has no home
     oldest, _ = known.dates
     days = (datetime.datetime.now(datetime.UTC).date() - oldest).days
     if days > KEPT_DAYS:

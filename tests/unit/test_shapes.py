@@ -60,6 +60,9 @@ def test_captured_steps_of_many_rows_are_planned_with_their_partial_results() ->
         config = EngineConfig(model="olmoe-1b-7b", max_batch=rows)
         _, plan = plan_engine(geometry, config, description=MachineDescription.load("rtx-4090"))
         pools.append(plan.device["graph pools"])
+        (line,) = [line for line in plan.device.lines if line.name == "graph pools"]
+        of = "1 row" if rows == 1 else "1, 2, 4, 8, 16, 32 and 64 rows"
+        assert line.note == f"kept by the captured decode steps of {of}"
     one_row = 4 * 16 * 32 * (128 + 2) + geometry.vocab * (2 + 4)
     assert pools == [GRAPH_BYTES, 7 * GRAPH_BYTES + 120 * one_row]
 

@@ -172,6 +172,14 @@ def _expanded(geometry: ModelGeometry) -> Iterator[Workspace]:
             return  # layers of one model are alike, and run one after the other
 
 
+def _captured_note(config: EngineConfig) -> str:
+    if config.batch_invariant:
+        return f"kept by the captured decode steps of {config.max_batch} rows, one for each"
+    *smaller, most = map(str, config.batch_sizes)
+    rows = f"{', '.join(smaller)} and {most} rows" if smaller else f"{most} row"
+    return f"kept by the captured decode steps of {rows}"
+
+
 def _workspaces(
     geometry: ModelGeometry, config: EngineConfig, *, on_cuda: bool
 ) -> Iterator[Workspace]:
@@ -190,7 +198,7 @@ def _workspaces(
         captured = geometry.attention and config.graphs and config.kernels != "reference"
         yield Workspace(
             "graph pools",
-            "kept by the captured decode steps" if captured else "decode is not captured",
+            _captured_note(config) if captured else "decode is not captured",
             fixed_bytes=sum(_graph_bytes(geometry, n) for n in config.batch_sizes)
             if captured
             else 0,

@@ -9,6 +9,7 @@ import torch
 
 import hotset
 import hotset.api
+from hotset.experts.transfer import Downloads
 from hotset.models.describe import describe
 from hotset.runtime.planning import plan_engine
 
@@ -81,3 +82,21 @@ def test_logits_are_those_of_every_placement(resident: list[list[int]]) -> None:
     for seed in range(12):
         assert torch.equal(logits[seed], logits[seed % 6])
         assert torch.equal(logits[seed], logits[12 + seed])
+
+
+def test_routed_ids_do_not_wait_for_what_is_queued_behind_them() -> None:
+    """Kernels are queued for a tenth of a second and more; the ids are there long before."""
+    downloads, done = Downloads(), torch.cuda.Event()
+    slow = torch.randn(8192, 8192, device="cuda")
+    for seed in range(4):
+        ids = torch.randint(0, 128, (4096, 8), dtype=torch.int32, device="cuda")
+        want = ids.cpu()
+        wait = downloads.begin(ids)
+        del ids  # its memory may be given away, but not before it is copied
+        for _ in range(20):  # 1.1e12 operations each, in FP32
+            slow @ slow
+        torch.full((4096, 8), seed, dtype=torch.int32, device="cuda")
+        done.record()
+        assert torch.equal(wait(), want)
+        assert not done.query(), "what was queued later has not run yet"
+        torch.cuda.synchronize()

@@ -2,8 +2,8 @@
 
 Beside it, in the same run and with the same slots: the speed of light, groups of records that wait
 for each other, chunks that run one after the other, and stock transformers with accelerate's
-offload, cut to a few layers and scaled. Random ids spread evenly over the experts, which is the
-most that can cross the link.
+offload, cut to a few layers and scaled. Experts are drawn evenly, which is the most that can cross
+the link.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Prompts through an engine, timed: each repeat begins with the same owners of slots.
 
 Knows times, bytes over the link, the copy engine's rate and the device's peak; not what they are
-compared with. Prompts are random ids, which spread evenly over the experts: the most that can cross
+compared with. Prompts are random ids. The experts are drawn too, evenly, as the router of a random
+model sends most tokens of a layer to the same few: so all of them are used, the most that can cross
 the link.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from hotset.core.placement import Placement
 from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import StagingRule
 from hotset.models.seam import experts_modules
+from hotset.runtime.blocks import Block
 from hotset.runtime.engine import Engine
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.moe import MoERunner
@@ -98,6 +100,7 @@ class PrefillRun:
         self._engine, self._slots, self._rates = engine, slots, rates
         self._modules = list(experts_modules(engine.model).values())
         self._residents()  # refused now
+        self._drawn: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def measure(
         self,
@@ -152,7 +155,7 @@ class PrefillRun:
         run = partial(
             run_together,
             modules=self._modules,
-            experts=lambda layer, blocks: runners[layer].run(blocks),
+            experts=lambda layer, blocks: runners[layer].run(self._spread(layer, blocks)),
         )
 
         def prompt() -> None:
@@ -163,6 +166,19 @@ class PrefillRun:
                 int(logits_V.argmax())  # the first token; waits for the device
 
         return time_ms(prompt, device=engine.device, repeats=1, warmup=0)[0]
+
+    def _spread(self, layer: int, blocks: Sequence[Block]) -> list[Block]:
+        """The same tokens, sent to experts by chance; drawn once, before anything is timed."""
+        spread = []
+        for index, block in enumerate(blocks):
+            key = (layer, index, block.num_tokens)
+            if key not in self._drawn:
+                num_experts = self._engine.geometry.layers[layer].num_experts
+                draws_TE = torch.rand(block.num_tokens, num_experts, device=block.ids_TK.device)
+                ids_TK = draws_TE.topk(block.ids_TK.shape[1]).indices
+                self._drawn[key] = ids_TK.to(block.ids_TK.dtype)
+            spread.append(replace(block, ids_TK=self._drawn[key]))
+        return spread
 
     def _runner(self, layer: int, stream: ExpertStream | None) -> MoERunner:
         engine = self._engine

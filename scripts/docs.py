@@ -201,9 +201,9 @@ def architectures_page() -> str:
             "model. Any other type on transformers'\nexperts interface is tried and refused only "
             "where its experts are not understood.\n",
             "## Answered together\n",
-            "Their caches are rows of one pool (keys and values, sliding windows, latents, states of "
-            "recurrences\nand convolutions), so several requests share each decode step, which on "
-            "CUDA is captured.\n",
+            "Their caches are rows of one pool (keys and values, sliding windows, latents, "
+            "states of recurrences\nand convolutions), so several requests share each decode step, "
+            "which on CUDA is captured.\n",
             *(f"- `{name}`" for name in names if name not in own_names),
             "\n## Answered one by one\n",
             "They decode launch by launch in transformers' own cache.\n",

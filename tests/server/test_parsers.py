@@ -46,7 +46,7 @@ FAMILIES = {
         '<parameter name="days">3</parameter>\n</invoke>\n</minimax:tool_call>',
     ),
     "deepseek v3": (
-        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁begin｜> ```json",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         f"{ARGUMENTS}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ),
@@ -70,7 +70,15 @@ FAMILIES = {
     "granite 3": ("<|tool_call|>", f"<|tool_call|>[{CALL}]"),
     "hunyuan": ("<tool_calls>", f"<tool_calls>[{CALL}]</tool_calls>"),
     "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{CALL}]"),
+    "ernie": ("<think> <tool_call> <response>", f"<tool_call>\n{CALL}\n</tool_call>"),
+    "gemma 4": (
+        "<|tool_call>",
+        '<|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>',
+    ),
 }
+# Calls that no mark sets apart: an answer is one from its first character, or none.
+LLAMA_4 = ('<|header_start|> "parameters"', CALL.replace("arguments", "parameters"))
+LLAMA_4_LIST = ("<|header_start|>", '[weather(city="Oslo", days=3)]')
 HARMONY = "<|channel|><|message|>"
 HARMONY_ANSWER = (
     "<|channel|>analysis<|message|>Need a tool.<|end|><|start|>assistant<|channel|>commentary "
@@ -87,8 +95,20 @@ def parser_of(template: str, *, prompt: str = "", tools: Any = None) -> Speech:
 def joined(parser: Speech, chunks: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
     """(reasoning, content, calls) of all pieces."""
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.finish()
-    calls = [(p.name or "", json.loads(p.arguments)) for p in pieces if p.call_id is not None]
-    return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), calls
+    calls: dict[str, tuple[str, str]] = {}
+    for p in pieces:
+        if p.call_id is not None:
+            name, arguments = calls.get(p.call_id, ("", ""))
+            calls[p.call_id] = name + (p.name or ""), arguments + p.arguments
+    made = [(name, _loaded(text)) for name, text in calls.values()]
+    return "".join(p.reasoning for p in pieces), "".join(p.content for p in pieces), made
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:  # cut off
+        return text
 
 
 def whole(template: str, text: str, **kwargs: Any) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -117,12 +137,89 @@ def test_reasoning_is_told_apart(family: str) -> None:
 def test_two_calls_have_two_ids() -> None:
     template, call = FAMILIES["hermes"]
     pieces = parser_of(template).feed(f"{call}\n{call}")
-    assert [piece.name for piece in pieces] == ["weather"] * 2
+    assert [piece.name for piece in pieces if piece.name] == ["weather"] * 2
     assert len({piece.call_id for piece in pieces}) == 2
 
 
+GROWING = ["hermes", "deepseek v3", "deepseek v3.1", "kimi", "granite 3", "hunyuan", "mistral"]
+
+
+@pytest.mark.parametrize("family", [*GROWING, "llama 4", "harmony"])
+def test_arguments_come_as_they_are_written(family: str) -> None:
+    """Each character of them as soon as it is there; whole calls are the control."""
+    harmony = HARMONY, HARMONY_ANSWER
+    template, call = {**FAMILIES, "llama 4": LLAMA_4, "harmony": harmony}[family]
+    half = call.index('"Os') + 3
+    pieces = parser_of(template).feed(call[:half])
+    assert [p.name for p in pieces if p.call_id] == ["weather", None]
+    assert pieces[-1].arguments == '{"city": "Os'
+    assert [p for p in parser_of(FAMILIES["glm 4.7"][0]).feed(FAMILIES["glm 4.7"][1][:60])] == []
+
+
+def test_a_call_that_is_cut_off_keeps_what_it_has() -> None:
+    parser = parser_of(FAMILIES["hermes"][0])
+    pieces = parser.feed(FAMILIES["hermes"][1][:50]) + parser.finish()
+    assert "".join(piece.arguments for piece in pieces) and not any(p.content for p in pieces)
+
+
+def test_braces_and_quotes_within_texts_end_nothing() -> None:
+    text = json.dumps({"city": 'a}]"\\', "days": 3})
+    call = f'<tool_call>{{"name": "weather", "arguments": {text}}}</tool_call>'
+    assert whole(FAMILIES["hermes"][0], call)[2] == [("weather", json.loads(text))]
+
+
+def test_several_calls_in_one_list() -> None:
+    for family in ("hunyuan", "granite 3", "mistral"):
+        template, call = FAMILIES[family]
+        assert whole(template, call.replace(CALL, f"{CALL}, {CALL}")) == ("", "", [WANT, WANT])
+        odd = call.replace(CALL, f'{CALL}, {{"arguments": {{}}, "name": "weather"}}')
+        assert whole(template, odd)[2] == [WANT, ("weather", {})], "the second is read when whole"
+
+
+@pytest.mark.parametrize(("template", "call"), [LLAMA_4, LLAMA_4_LIST])
+def test_calls_without_marks(template: str, call: str) -> None:
+    for text in (call, f"<|python_start|>{call}<|python_end|>", f"\n{call}"):
+        assert whole(template, text) == ("", "", [WANT])
+    assert whole(template, f"See {call}") == ("", f"See {call}", []), "control: text comes first"
+    for text in ("[1] is", '{"a": 1}', "[see](x)", call.replace("weather", "unknown"), "[x("):
+        assert whole(template, text) == ("", text, [])
+    assert make_parser(template, tools={}) is None
+    two = call[:-1] + ", " + call[1:] if call[0] == "[" else f"{call}; {call}"
+    assert whole(template, two)[2] == [WANT, WANT]
+
+
+def test_gemmas_values() -> None:
+    template, _ = FAMILIES["gemma 4"]
+    text = (
+        '<|tool_call>call:weather{city:<|"|>a,}"b<|"|>,days:-1.5,more:{on:true,"x y":[null,1]},'
+        "no:[]}<tool_call|>"
+    )
+    want = {"city": 'a,}"b', "days": -1.5, "more": {"on": True, "x y": [None, 1]}, "no": []}
+    assert whole(template, text)[2] == [("weather", want)]
+    assert whole(template, f"<|channel>thought\nHm.\n<channel|>Yes.{text}")[:2] == ("Hm.", "Yes.")
+    broken = text.replace("no:", "no")
+    assert whole(template, broken) == ("", broken, [])
+
+
+@pytest.mark.parametrize(("family", "word"), [("ernie", "response"), ("hunyuan", "answer")])
+def test_marks_around_the_content_are_no_content(family: str, word: str) -> None:
+    template, call = FAMILIES[family]
+    text = f"<think>\nHm.\n</think>\n<{word}>\nYes.\n</{word}>\n"
+    assert whole(template, text) == ("Hm.", "Yes.", [])
+    assert whole(template, text + call, tools=TOOLS)[2] == [WANT]
+
+
+def test_what_a_schema_allows_is_no_mark() -> None:
+    text = '{"say": "<think> and <tool_call>"}'
+    for verbatim, want in ((True, ("Hm.", text)), (False, None)):
+        parser = make_parser("<think> <tool_call>", tools=TOOLS, verbatim=verbatim)
+        assert parser is not None
+        got = joined(parser, [f"<think>Hm.</think>\n{text}"])[:2]
+        assert (got == want) == verbatim
+
+
 def test_kimis_ids_are_kept() -> None:
-    (piece,) = parser_of(FAMILIES["kimi"][0]).feed(FAMILIES["kimi"][1])
+    piece, *_ = parser_of(FAMILIES["kimi"][0]).feed(FAMILIES["kimi"][1])
     assert piece.call_id == "functions.weather:0"
 
 
@@ -175,9 +272,9 @@ FRAGMENTS = [
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "\n", " ", "word", "<", "<tool", "[1]"),
     *("<|channel|>", "<|message|>", "<|end|>", "analysis", "final", "to=functions.weather", "<|"),
     *(call for _, call in FAMILIES.values()),
-    HARMONY_ANSWER,
+    *(HARMONY_ANSWER, LLAMA_4[1], LLAMA_4_LIST[1], CALL[:45], "<|channel>thought", "<response>"),
 ]
-TEMPLATES = [*(template for template, _ in FAMILIES.values()), HARMONY]
+TEMPLATES = [*(template for template, _ in FAMILIES.values()), HARMONY, LLAMA_4[0]]
 
 
 @settings(max_examples=200, deadline=None)

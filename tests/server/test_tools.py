@@ -137,8 +137,13 @@ def test_calls_that_cannot_be_forced_are_refused(
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             client.create(model=NAME, messages=MESSAGES, **extra)  # type: ignore[call-overload]
-    monkeypatch.setattr(Text, "chat_template", "<tool_call> <function=")  # Qwen3-Coder's
-    with pytest.raises(openai.BadRequestError, match="this model's form cannot be forced"):
+    schema = {"type": "object", "properties": {"city": {"type": "string", "pattern": "a+"}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    monkeypatch.setattr(Text, "chat_template", "{{ tools }} <tool_call> <function=")
+    with pytest.raises(openai.BadRequestError, match="cannot be held to `pattern`"):
+        client.create(model=NAME, messages=MESSAGES, tools=tools, tool_choice="required")  # type: ignore[call-overload]
+    monkeypatch.setattr(Text, "chat_template", "{{ tools }} <think>")
+    with pytest.raises(openai.BadRequestError, match="calls `tools` is not known"):
         client.create(model=NAME, messages=MESSAGES, tools=TOOLS, tool_choice="required")
 
 

@@ -8,6 +8,7 @@ answers need neither this nor the library: it is imported when the first compile
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +98,10 @@ class GrammarCompiler:
             )
         size = max(vocab, len(tokenizer))
         ends = sorted(stop_ids) or tokenizer.eos_token_id
-        added = tokenizer.added_tokens_decoder.values()
-        self._special_tokens = {token.content for token in added if token.special}
+        added = tokenizer.added_tokens_decoder.items()
+        self._special_ids = {token.content: number for number, token in added if token.special}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._matchers = llguidance.LLMatcher
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer.backend_tokenizer.to_str(), n_vocab=size, eos_token=ends
@@ -130,9 +133,23 @@ class GrammarCompiler:
         """
         return self._compile(self._matchers.grammar_from_regex(pattern), "regular expression")
 
-    def mark(self, text: str) -> str:
-        """Lark source of a text that may be a special token, which no string of Lark matches."""
-        return text if text in self._special_tokens else json.dumps(text)
+    def literal(self, text: str) -> str:
+        """Lark source of a text. Special tokens, which no string of Lark matches, are named."""
+        parts, end = [], 0
+        for match in self._special.finditer(text):
+            parts += [json.dumps(text[end : match.start()])] if match.start() > end else []
+            parts.append(f"<[{self._special_ids[match[0]]}]>")
+            end = match.end()
+        parts += [json.dumps(text[end:])] if end < len(text) or not parts else []
+        return " ".join(parts)
+
+    def text_until(self, rule: str, mark: str) -> str:
+        """Lark source of a rule: any text that ends with the first such mark, the mark with it."""
+        special = self._special.search(mark)
+        if special is None:
+            return f"{rule}[suffix={json.dumps(mark)}]: /(?s:.*)/"
+        # No text holds a special token. What the mark has before it is part of the text.
+        return f"{rule}: /(?s:.*)/ {self.literal(mark[special.start() :])}"
 
     def json_rule(self, schema: Mapping[str, Any]) -> str:
         """Lark source of JSON that follows a schema."""

@@ -141,12 +141,13 @@ class Answering:
     def _prepare(self, ask: Ask) -> tuple[Ask, Request]:
         sampling = replace(self._served.text.sampling_defaults(), **ask.sampling)
         sampling.check_vocab(self._served.vocab)
+        prompt_ids = self._prompts.ids(ask)
         request = Request(
-            prompt_ids=self._prompts.ids(ask),
+            prompt_ids=prompt_ids,
             max_tokens=ask.max_tokens,
             sampling=sampling,
             stop_ids=frozenset() if ask.ignore_eos else self._served.stop_ids,
-            matcher=make_matcher(self._served.text, ask),
+            matcher=make_matcher(self._served.text, ask, prompt_ids),
         )
         return ask, request
 
@@ -154,7 +155,8 @@ class Answering:
         """The request of a choice: what it has to follow, and a seed gives each one of its own."""
         if number == 0:
             return request
-        request = replace(request, matcher=make_matcher(self._served.text, ask))
+        matcher = make_matcher(self._served.text, ask, request.prompt_ids)
+        request = replace(request, matcher=matcher)
         seed = request.sampling.seed
         if seed is None:
             return request

@@ -1,12 +1,10 @@
-"""What the tokens of one answer have to follow: a schema, or the form of a call that must be made.
+"""What the tokens of one answer have to follow: a schema, calls that must be made, or either.
 
-Calls are forced in Hermes' form alone, JSON between two marks; values of other forms stand without
-quotes, so that a schema of theirs would have to become a grammar of its own.
+Reasoning that comes first stays free, as the model writes it. Of how calls look it knows nothing.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from hotset.core.errors import RequestError
@@ -14,51 +12,74 @@ from hotset.core.request import TokenMatcher
 from hotset.runtime.grammar import GrammarCompiler
 from hotset.runtime.text import Text
 from hotset.server.ask import Ask, Tool
-from hotset.server.parsers.json_calls import HERMES
-from hotset.server.parsers.registry import find_syntax
+from hotset.server.call_grammar import CallGrammar
+from hotset.server.parsers.forms import AnswerForm
+from hotset.server.parsers.registry import calls_tools, find_form
+from hotset.server.speech import prompt_end
 
 
-def make_matcher(text: Text, ask: Ask) -> TokenMatcher | None:
+def make_matcher(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> TokenMatcher | None:
     """For one answer; `None` leaves it free.
 
     Args:
         text: of the model.
         ask: the request.
+        prompt_ids: its prompt, which may have opened the reasoning already.
 
     Raises:
         RequestError: a schema that cannot be held to, a `tool_choice` without its tool, or a model
-            that writes calls in another form.
+            whose calls are not known.
         ConfigError: the library for grammars is not installed.
     """
-    if ask.schema is not None:
-        return text.grammars.json_schema(ask.schema)
-    if ask.tool_choice in ("auto", "none"):
+    tools, many = _wanted(ask)
+    if ask.tool_choice in ("auto", "none") and ask.schema is None:
         return None
+    must_call = ask.tool_choice not in ("auto", "none")
+    template = text.chat_template if ask.messages is not None else None
+    form = find_form(template, prompt="" if template is None else prompt_end(text, prompt_ids))
+    if form is None and not tools:
+        assert ask.schema is not None
+        return text.grammars.json_schema(ask.schema)
+    if form is None or (tools and not calls_tools(template or "")):
+        raise RequestError("how this model calls `tools` is not known", option="tools")
+    rules = _thought(text.grammars, form)
+    bodies = []
+    if tools:
+        bodies.append("calls")
+        rules += CallGrammar(text.grammars, form.calls).rules(tools, many=many)
+    if ask.schema is not None and not must_call:
+        bodies.append("content")
+        rules.append(f"content: {_content(text.grammars, form, ask)}")
+    what = "schema of the tools" if tools else "JSON schema"
+    grammar = "\n".join([f"start: thought ({' | '.join(bodies)})", *rules])
+    return text.grammars.lark(grammar, what=what)
+
+
+def _wanted(ask: Ask) -> tuple[Sequence[Tool], bool]:
+    """Tools that may be called, and whether more than once."""
+    if ask.tool_choice in ("auto", "none"):
+        return (ask.tools if ask.tool_choice == "auto" else ()), ask.parallel_calls
     named = ask.tool_choice != "required"
     tools = [tool for tool in ask.tools if not named or tool.name == ask.tool_choice]
     if not tools:
-        raise _refused(ask, "`tools` has no such tool" if named else "there are no `tools`")
-    template = text.chat_template or ""
-    # The marks themselves too: a template that only reasons falls to Hermes' form as well.
-    if HERMES.call_open not in template or find_syntax(template) is not HERMES:
-        raise _refused(ask, "calls of this model's form cannot be forced, only `auto` and `none`")
-    many = ask.parallel_calls and not named
-    return text.grammars.lark(_calls(text.grammars, tools, many=many), what="schema of the tools")
+        reason = "`tools` has no such tool" if named else "there are no `tools`"
+        raise RequestError(f"`tool_choice` is `{ask.tool_choice}`: {reason}", option="tool_choice")
+    return tools, ask.parallel_calls and not named
 
 
-def _calls(grammars: GrammarCompiler, tools: Sequence[Tool], *, many: bool) -> str:
-    """Lark of one call, or of one and more on lines of their own, as templates print them."""
-    opens, closes = grammars.mark(HERMES.call_open), grammars.mark(HERMES.call_close)
-    any_tool = " | ".join(f"tool_{number}" for number in range(len(tools)))
-    rules = [
-        'start: call ("\\n" call)*' if many else "start: call",
-        f'call: {opens} "\\n" ({any_tool}) "\\n" {closes}',
+def _thought(grammars: GrammarCompiler, form: AnswerForm) -> list[str]:
+    """Rules of what may come before: nothing, or reasoning to its end."""
+    if form.thought is None:
+        return ['thought: ""']
+    begin, end = form.thought
+    opened = "" if form.in_thought else grammars.literal(begin)
+    rest = "thought_text /\\n{0,2}/"
+    return [
+        f"thought: {rest}" if form.in_thought else f"thought: ({opened} {rest})?",
+        grammars.text_until("thought_text", end),
     ]
-    for number, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
-        rules.append(f'tool_{number}: {head} {grammars.json_rule(tool.parameters)} "}}"')
-    return "\n".join(rules)
 
 
-def _refused(ask: Ask, reason: str) -> RequestError:
-    return RequestError(f"`tool_choice` is `{ask.tool_choice}`: {reason}", option="tool_choice")
+def _content(grammars: GrammarCompiler, form: AnswerForm, ask: Ask) -> str:
+    assert ask.schema is not None
+    return f"{grammars.literal(form.content)} {grammars.json_rule(ask.schema)}"

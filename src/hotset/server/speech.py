@@ -67,7 +67,7 @@ class AnswerText:
 class Plain:
     """Everything is content."""
 
-    begins_apart = False
+    in_reasoning = False
 
     def feed(self, text: str) -> list[Piece]:
         """See `Speech`."""
@@ -76,6 +76,11 @@ class Plain:
     def finish(self) -> list[Piece]:
         """See `Speech`."""
         return []
+
+
+def prompt_end(text: Text, prompt_ids: Sequence[int]) -> str:
+    """The end of a prompt, which may have opened the reasoning."""
+    return text.decode(prompt_ids[-_PROMPT_END:], keep_special=True)
 
 
 def make_speech(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> Speech:
@@ -87,34 +92,18 @@ def make_speech(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> Speech:
         prompt_ids: its prompt, which may have opened the reasoning already.
 
     Raises:
-        RequestError: tools of a model whose calls are not understood, or a schema or forced call
-            where the answer does not begin with it.
+        RequestError: tools of a model whose calls are not understood.
     """
     if ask.messages is None:
         return Plain()
     wanted = ask.tools if ask.tool_choice != "none" else ()
-    prompt = text.decode(prompt_ids[-_PROMPT_END:], keep_special=True)
-    tools = {tool.name: tool.parameters for tool in wanted}
-    parser = make_parser(text.chat_template, tools=tools, prompt=prompt)
-    if ask.schema is not None:
-        if wanted:
-            raise RequestError(
-                "`response_format` cannot be combined with `tools`", option="response_format"
-            )
-        _check_beginning(parser, "response_format")
-        return Plain()
+    parser = make_parser(
+        text.chat_template,
+        tools={tool.name: tool.parameters for tool in wanted},
+        prompt=prompt_end(text, prompt_ids),
+        # What a schema allows within a text may look like a mark.
+        verbatim=ask.schema is not None,
+    )
     if wanted and parser is None:
         raise RequestError("how this model calls `tools` is not known", option="tools")
-    if wanted and ask.tool_choice != "auto":
-        _check_beginning(parser, "tool_choice")
     return parser or Plain()
-
-
-def _check_beginning(parser: Speech | None, option: str) -> None:
-    """What an option asks for holds from the first token on, so nothing may come before it."""
-    if parser is not None and parser.begins_apart:
-        raise RequestError(
-            f"this model's answer begins with reasoning, which `{option}` does not allow",
-            hint="turn it off, with `chat_template_kwargs` such as `{'enable_thinking': false}`",
-            option=option,
-        )

@@ -6,6 +6,7 @@ Knows text and the tools of a request; nothing of tokens, sockets or wire format
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,8 +37,8 @@ class Speech(Protocol):
     """Sorts text into pieces as it comes; however the text is cut, the pieces join to the same."""
 
     @property
-    def begins_apart(self) -> bool:
-        """Whether an answer does not begin with its content, but with reasoning or a header."""
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends within reasoning."""
 
     def feed(self, text: str) -> list[Piece]:
         """Pieces that this text completes."""
@@ -61,6 +62,11 @@ class Call:
     call_id: str | None = None
 
 
+def new_call_id() -> str:
+    """For a call of a syntax that names none."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 # Text between the marks of a call, and the tools -> its calls; ValueError where there are none.
 ReadCalls = Callable[[str, Tools], list[Call]]
 
@@ -78,14 +84,31 @@ def make_call(name: str, arguments: object, call_id: str | None = None) -> Call:
     return Call(name, json.dumps(arguments, ensure_ascii=False), call_id)
 
 
+def kinds(schema: Mapping[str, Any]) -> frozenset[str]:
+    """JSON types that a schema names, itself or in its alternatives; empty where it names none."""
+    given = schema.get("type", ())
+    found = {given} if isinstance(given, str) else set(given)
+    for word in ("anyOf", "oneOf"):
+        for branch in schema.get(word, ()):
+            found |= kinds(branch) if isinstance(branch, Mapping) else set()
+    return frozenset(found)
+
+
+def may_be_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a value without quotes is text: where the schema wants text, or says nothing."""
+    if "string" in kinds(schema):
+        return True
+    return not kinds(schema) and "$ref" not in schema and "allOf" not in schema
+
+
 def typed(value: str, schema: Mapping[str, Any] | None) -> object:
     """A value that was written without quotes, as its parameter's schema wants it.
 
     Text where the schema wants text or says nothing; otherwise JSON, or text where it is none.
     """
-    kind = (schema or {}).get("type", "string")
-    if kind == "string":
-        return value
+    schema = schema or {}
+    if may_be_text(schema):
+        return None if value == "null" and "null" in kinds(schema) else value
     try:
         return json.loads(value)
     except ValueError:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 
-from hotset.server.parsers.base import Piece, Tools, make_call, num_held
+from hotset.server.parsers.base import Piece, Tools, make_call, new_call_id, num_held
+from hotset.server.parsers.forms import NAME, AnswerForm, CallForm
+from hotset.server.parsers.growing import OBJECT, GrowingCalls
 
 _MARKS = (
     "<|start|>",
@@ -27,6 +28,18 @@ _MARKS = (
 )
 _MARK = re.compile("|".join(re.escape(mark) for mark in _MARKS))
 _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+# The name, which the header has, on a line before the arguments.
+_HEAD = re.compile(rf"(?P<name>[^\n]+)\n\s*{OBJECT}")
+
+# A call ends its answer, with a stop id.
+HARMONY_FORM = AnswerForm(
+    CallForm(
+        (f"<|channel|>commentary to=functions.{NAME} <|constrain|>json<|message|>", ""),
+        between=None,
+    ),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    content="<|channel|>final<|message|>",
+)
 
 
 class HarmonyParser:
@@ -36,15 +49,20 @@ class HarmonyParser:
         tools: of the request.
     """
 
-    begins_apart = True
-
     def __init__(self, *, tools: Tools) -> None:
         self._tools = tools
         self._text = ""
         self._header: str | None = ""  # `None` within a message
         self._channel = ""
         self._call: str | None = None
+        self._growing: GrowingCalls | None = None
         self._body = ""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """See `Speech`."""
+        is_message = self._header is None and self._call is None
+        return is_message and self._channel == "analysis"
 
     def feed(self, text: str) -> list[Piece]:
         """See `Speech`."""
@@ -73,8 +91,9 @@ class HarmonyParser:
             return
         if self._header is not None:
             self._header += text
-        elif self._call is not None:
+        elif self._growing is not None:
             self._body += text
+            pieces += self._growing.feed(text)
         elif self._channel == "analysis":
             pieces.append(Piece(reasoning=text))
         else:
@@ -96,16 +115,18 @@ class HarmonyParser:
         after = header.rpartition("<|channel|>")[2]
         self._channel = next(iter(after.split()), "final")
         self._header, self._body = None, ""
+        if self._call is not None:
+            self._growing = GrowingCalls(_HEAD, self._tools)
+            self._growing.feed(f"{self._call}\n")
 
     def _end_message(self, pieces: list[Piece]) -> None:
-        name, body = self._call, self._body
-        self._header, self._call, self._body = "", None, ""
-        if name is None:
+        name, body, growing = self._call, self._body, self._growing
+        self._header, self._call, self._body, self._growing = "", None, "", None
+        if name is None or (growing is not None and growing.num_begun):
             return
         try:
             call = make_call(name, json.loads(body or "{}"))
         except (ValueError, TypeError):
             pieces.append(Piece(content=body))
             return
-        call_id = f"call_{secrets.token_hex(12)}"
-        pieces.append(Piece(call_id=call_id, name=call.name, arguments=call.arguments))
+        pieces.append(Piece(call_id=new_call_id(), name=call.name, arguments=call.arguments))

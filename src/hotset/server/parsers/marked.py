@@ -1,17 +1,21 @@
 """Answers in which marks set reasoning and calls apart: nearly all families.
 
 A `Syntax` says which marks; this parser moves from one to the next. Text that may be the start of
-a mark is held back. A call is put out when its end is there and it is sound; one that is not comes
-out as the text that it is, and so does one of a tool that the request does not have.
+a mark is held back. A call with JSON arguments is put out as it is written, any other one when its
+end is there and it is sound. What is no call comes out as the text that it is, and so does a call
+of a tool that the request does not have.
 """
 
 from __future__ import annotations
 
-import secrets
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.server.parsers.base import Piece, ReadCalls, Tools, num_held
+from hotset.server.parsers.base import Call, Piece, ReadCalls, Tools, new_call_id, num_held
+from hotset.server.parsers.forms import AnswerForm, CallForm
+from hotset.server.parsers.growing import GrowingCalls
 
 
 @dataclass(frozen=True)
@@ -22,16 +26,27 @@ class Syntax:
         read_calls: reads what stands between `call_open` and `call_close`.
         call_open: begins a call, or several.
         call_close: ends it; empty where it ends with the answer.
+        form: how a call that must be made is written.
+        call_head: what stands before JSON arguments, see `GrowingCalls`; `None` for others.
         think_open, think_close: around reasoning; empty where there is none.
-        dropped: marks that mean nothing here, such as those around all calls.
+        dropped: marks around all calls, which mean nothing here.
+        wrappers: marks around the content.
     """
 
     read_calls: ReadCalls
     call_open: str
     call_close: str
+    form: CallForm
+    call_head: re.Pattern[str] | None = None
     think_open: str = "<think>"
     think_close: str = "</think>"
     dropped: tuple[str, ...] = ()
+    wrappers: tuple[str, ...] = ()
+
+    def answer_form(self, *, in_thought: bool) -> AnswerForm:
+        """How an answer is written, its reasoning opened by the prompt or not."""
+        thought = (self.think_open, self.think_close) if self.think_open else None
+        return AnswerForm(self.form, thought, in_thought=in_thought)
 
 
 class _In(Enum):
@@ -47,16 +62,24 @@ class MarkedParser:
         syntax: of the family.
         tools: of the request; without any, calls are text.
         in_reasoning: whether the prompt has opened the reasoning already.
+        verbatim: content that has begun goes on to the end, whatever it looks like.
     """
 
-    def __init__(self, syntax: Syntax, *, tools: Tools, in_reasoning: bool = False) -> None:
-        self._syntax, self._tools = syntax, tools
-        self.begins_apart = in_reasoning
+    def __init__(
+        self, syntax: Syntax, *, tools: Tools, in_reasoning: bool = False, verbatim: bool = False
+    ) -> None:
+        self._syntax, self._tools, self._verbatim = syntax, tools, verbatim
+        self._growing: GrowingCalls | None = None
         self._in = _In.REASONING if in_reasoning else _In.CONTENT
         self._text = ""  # not looked at yet
         self._body = ""  # of the call that is open
         self._space = ""  # white space that only counts if text follows
         self._is_fresh = True  # nothing of this stretch was put out
+
+    @property
+    def in_reasoning(self) -> bool:
+        """See `Speech`."""
+        return self._in is _In.REASONING
 
     def feed(self, text: str) -> list[Piece]:
         """See `Speech`."""
@@ -90,22 +113,29 @@ class MarkedParser:
         syntax = self._syntax
         if self._in is _In.CALL:
             return (syntax.call_close,) if syntax.call_close else ()
+        if self._verbatim and self._in is _In.CONTENT and not self._is_fresh:
+            return ()
         # Models open a call without closing their reasoning.
         calls = (syntax.call_open, *syntax.dropped) if self._tools else ()
         thinking = (syntax.think_open, syntax.think_close) if syntax.think_open else ()
-        return (*calls, *thinking)
+        return (*calls, *thinking, *syntax.wrappers)
 
     def _next_mark(self) -> tuple[int, str] | None:
         """The first whole mark, the longest among those at one place."""
         found = [(self._text.find(mark), -len(mark), mark) for mark in self._marks()]
         first = min((entry for entry in found if entry[0] >= 0), default=None)
-        return None if first is None else (first[0], first[2])
+        if first is None:
+            return None
+        begun = self._verbatim and self._in is _In.CONTENT and self._text[: first[0]].strip()
+        return None if begun else (first[0], first[2])
 
     def _take(self, text: str, pieces: list[Piece]) -> None:
         if not text:
             return
         if self._in is _In.CALL:
             self._body += text
+            if self._growing is not None:
+                pieces += self._growing.feed(text)
             return
         text = self._space + text
         if self._is_fresh:
@@ -123,27 +153,35 @@ class MarkedParser:
             self._end_call(mark, pieces)
         elif mark == syntax.call_open:
             self._in, self._body = _In.CALL, ""
+            if syntax.call_head is not None:
+                self._growing = GrowingCalls(syntax.call_head, self._tools)
         elif mark == syntax.think_open:
             self._turn(_In.REASONING)
-        elif mark == syntax.think_close:
+        elif mark == syntax.think_close or mark in syntax.wrappers:
             self._turn(_In.CONTENT)
 
     def _turn(self, to: _In) -> None:
         self._in, self._space, self._is_fresh = to, "", True
 
     def _end_call(self, close: str, pieces: list[Piece]) -> None:
-        """Puts the call out, or its text."""
-        syntax, whole = self._syntax, close == self._syntax.call_close
-        try:
-            calls = syntax.read_calls(self._body, self._tools) if whole else []
-        except (ValueError, TypeError, KeyError, AttributeError):
-            calls = []
-        if calls and all(call.name in self._tools for call in calls):
+        """Puts out the calls that were not put out as they grew, or their text."""
+        growing, self._growing = self._growing, None
+        num_begun = 0 if growing is None else growing.num_begun
+        calls = self._read(whole=close == self._syntax.call_close)[num_begun:]
+        if all(call.name in self._tools for call in calls) and (calls or num_begun):
             self._turn(_In.CONTENT)
             for call in calls:
-                call_id = call.call_id or f"call_{secrets.token_hex(12)}"
+                call_id = call.call_id or new_call_id()
                 pieces.append(Piece(call_id=call_id, name=call.name, arguments=call.arguments))
             return
-        text = self._space + syntax.call_open + self._body + close
+        text = self._space + self._syntax.call_open + self._body + close
+        if growing is not None and num_begun:
+            text = growing.rest
         self._in, self._space, self._is_fresh = _In.CONTENT, "", False
         pieces.append(Piece(content=text))
+
+    def _read(self, *, whole: bool) -> Sequence[Call]:
+        try:
+            return self._syntax.read_calls(self._body, self._tools) if whole else ()
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return ()

@@ -8,12 +8,20 @@ import json
 import re
 
 from hotset.server.parsers.base import Call, Tools, make_call
+from hotset.server.parsers.forms import NAME, NUMBER, CallForm
+from hotset.server.parsers.growing import OBJECT
 from hotset.server.parsers.marked import Syntax
 
 _FENCED = re.compile(r"\s*(?:function)?<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
 _PLAIN = re.compile(r"\s*([^<\n]+)<｜tool▁sep｜>(.*)", re.DOTALL)
 _KIMI = re.compile(
     r"\s*((?:functions\.)?([^:\s]+):\d+)\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL
+)
+_DEEPSEEK_HEAD = re.compile(
+    r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+?)\s*(?:<｜tool▁sep｜>|\n```json\n)\s*" + OBJECT
+)
+_KIMI_HEAD = re.compile(
+    r"\s*(?P<id>(?:functions\.)?(?P<name>[^:\s]+):\d+)\s*<\|tool_call_argument_begin\|>\s*" + OBJECT
 )
 
 
@@ -33,15 +41,48 @@ def read_kimi_calls(body: str, tools: Tools) -> list[Call]:
     return [make_call(match[2], json.loads(match[3]), match[1])]
 
 
-DEEPSEEK = Syntax(
-    read_deepseek_calls,
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>",
-    dropped=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+_DEEPSEEK_ALL = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI_ALL = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+
+
+def _deepseek(form: CallForm) -> Syntax:
+    return Syntax(
+        read_deepseek_calls,
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        form,
+        _DEEPSEEK_HEAD,
+        dropped=_DEEPSEEK_ALL,
+    )
+
+
+DEEPSEEK_V3 = _deepseek(
+    CallForm(
+        (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+        ),
+        around=_DEEPSEEK_ALL,
+        between="\n",
+    )
+)
+DEEPSEEK_V31 = _deepseek(
+    CallForm(
+        (f"<｜tool▁call▁begin｜>{NAME}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        around=_DEEPSEEK_ALL,
+    )
 )
 KIMI = Syntax(
     read_kimi_calls,
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
-    dropped=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    CallForm(
+        (
+            f"<|tool_call_begin|>functions.{NAME}:{NUMBER}<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+        ),
+        around=_KIMI_ALL,
+    ),
+    _KIMI_HEAD,
+    dropped=_KIMI_ALL,
 )

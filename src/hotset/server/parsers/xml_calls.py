@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from hotset.server.parsers.base import Call, Tools, make_call, parameter, typed
+from hotset.server.parsers.forms import KEY, LINE, NAME, CallForm, ParameterForm
 from hotset.server.parsers.marked import Syntax
 
 _QWEN_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
@@ -95,8 +96,50 @@ def read_glm_calls(body: str, tools: Tools) -> list[Call]:
     return [make_call(name, arguments)]
 
 
-QWEN_XML = Syntax(read_qwen_calls, "<tool_call>", "</tool_call>")
-MINIMAX = Syntax(read_minimax_calls, "<minimax:tool_call>", "</minimax:tool_call>")
-GLM = Syntax(read_glm_calls, "<tool_call>", "</tool_call>")
-DEEPSEEK_V32 = Syntax(read_dsml_calls, "<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
-DEEPSEEK_V4 = Syntax(read_dsml_calls, "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
+_QWEN_FORM = CallForm(
+    (f"<tool_call>\n<function={NAME}>\n", "</function>\n</tool_call>"),
+    between="\n",
+    parameters=ParameterForm(
+        json=(f"<parameter={KEY}>\n", "\n</parameter>"),
+        text=(f"<parameter={KEY}>\n", "</parameter>"),
+        after="\n",
+    ),
+)
+_MINIMAX_FORM = CallForm(
+    (f'<invoke name="{NAME}">\n', "</invoke>\n"),
+    around=("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    parameters=ParameterForm(
+        json=(f'<parameter name="{KEY}">', "</parameter>"),
+        text=(f'<parameter name="{KEY}">', "</parameter>"),
+        after="\n",
+    ),
+)
+# GLM-4.5 and 4.6 break lines, GLM-4.7 and later ones do not.
+_GLM_VALUE = (f"<arg_key>{KEY}</arg_key>{LINE}<arg_value>", "</arg_value>")
+_GLM_FORM = CallForm(
+    (f"<tool_call>{NAME}{LINE}", "</tool_call>"),
+    between=LINE,
+    parameters=ParameterForm(json=_GLM_VALUE, text=_GLM_VALUE, after=LINE),
+)
+
+
+def _dsml(kind: str) -> Syntax:
+    begin, end = f"<｜DSML｜{kind}>", f"</｜DSML｜{kind}>"
+    close = "</｜DSML｜parameter>"
+    parameters = ParameterForm(
+        json=(f'<｜DSML｜parameter name="{KEY}" string="false">', close),
+        text=(f'<｜DSML｜parameter name="{KEY}" string="true">', close),
+        after="\n",
+    )
+    form = CallForm(
+        (f'<｜DSML｜invoke name="{NAME}">\n', "</｜DSML｜invoke>\n"),
+        around=(f"{begin}\n", end),
+        parameters=parameters,
+    )
+    return Syntax(read_dsml_calls, begin, end, form)
+
+
+QWEN_XML = Syntax(read_qwen_calls, "<tool_call>", "</tool_call>", _QWEN_FORM)
+MINIMAX = Syntax(read_minimax_calls, "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX_FORM)
+GLM = Syntax(read_glm_calls, "<tool_call>", "</tool_call>", _GLM_FORM)
+DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")

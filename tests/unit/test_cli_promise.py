@@ -37,7 +37,15 @@ FLAGS = {
     "hotset serve": [
         *MEMORY,
         *ROWS,
-        *("--allowed-host", "--api-key", "--compiled", "--cors-origin", "--graphs", "--half-life"),
+        *(
+            "--allowed-host",
+            "--api-key",
+            "--compiled",
+            "--cors-origin",
+            "--engine",
+            "--graphs",
+            "--half-life",
+        ),
         *("--host", "--json", "--kernels", "--max-waiting", "--no-compiled", "--no-graphs"),
         *("--no-prefix-reuse", "--no-strict", "--policy", "--port", "--prefill-share"),
         *("--prefix-reuse", "--profile", "--record", "--served-name", "--strict"),

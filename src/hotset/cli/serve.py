@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -44,6 +45,7 @@ from hotset.cli.options import (
 from hotset.cli.progress import loading_bar
 from hotset.core import env
 from hotset.core.config import EngineConfig
+from hotset.core.errors import ConfigError
 from hotset.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -76,6 +78,13 @@ AllowedHosts = Annotated[
     typer.Option(
         help="Further host name that requests may use while listening on a loopback address, "
         "e.g. that of a reverse proxy; may be repeated."
+    ),
+]
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="`hotset`, or `vllm`: start vLLM's server with hotset's experts, sized by the plan.",
     ),
 ]
 MaxWaiting = Annotated[
@@ -113,6 +122,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     record: RecordOption = None,
     graphs: Graphs = True,
     compiled: Compiled = True,
+    engine: EngineName = "hotset",
     as_json: Json = False,
 ) -> None:
     """Serve a model over HTTP, under OpenAI's and Anthropic's API names.
@@ -156,6 +166,8 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
             allowed_hosts=tuple(allowed_host or ()),
             max_waiting=max_waiting,
         )
+        if engine != "hotset":
+            _become(engine, engine_settings, server_settings, record=record, as_json=as_json)
         bound = bind(server_settings)
     with bound:
         _serve(engine_settings, server_settings, bound, record=record, as_json=as_json)
@@ -198,6 +210,42 @@ def _serve(
     ):
         served = Served.of_engine(engine, scheduler, server_settings.names)
         run(served, server_settings, bound, ready=ready)
+
+
+def _become(
+    name: str,
+    engine_settings: EngineConfig,
+    server_settings: ServerConfig,
+    *,
+    record: Path | None,
+    as_json: bool,
+) -> NoReturn:
+    """Plans, prints vLLM's command line on stderr, and goes on as that process."""
+    if name != "vllm":
+        raise ConfigError(f"`engine` is `{name}`", hint="one of hotset, vllm", option="engine")
+    if record is not None or as_json or server_settings.allowed_hosts:
+        what = "--record" if record else "--json" if as_json else "--allowed-host"
+        raise ConfigError(f"`{what}` has no like in vLLM", hint="leave it or `--engine` out")
+    from hotset.checkpoint.source import resolve_model
+    from hotset.integrations.vllm.command import Listening, command_line, require_installed
+    from hotset.models.describe import describe
+    from hotset.runtime.planning import plan_engine
+
+    require_installed()
+    config = engine_settings
+    folder = resolve_model(config.model, config.revision)
+    _, plan = plan_engine(describe(config.model, config.dtype).geometry, config)
+    listening = Listening(
+        host=server_settings.host,
+        port=server_settings.port,
+        names=server_settings.names,
+        api_keys=server_settings.api_keys,
+        cors_origins=server_settings.cors_origins,
+    )
+    line = command_line(str(folder), plan=plan.require_fit(), config=config, listening=listening)
+    hidden = ("***" if part in listening.api_keys else part for part in line)
+    typer.echo(shlex.join(hidden), err=True)
+    os.execv(line[0], line)
 
 
 def _api_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.fused_moe.config import (
@@ -27,6 +28,7 @@ from hotset.core.errors import ConfigError
 from hotset.core.geometry import MoELayer
 from hotset.integrations.vllm import records
 from hotset.integrations.vllm.config import KEY, PluginConfig
+from hotset.integrations.vllm.metrics import serve_counts
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.op import routed_experts
 from hotset.integrations.vllm.refusals import check_engine, check_layer
@@ -85,6 +87,9 @@ class HotsetMethod(FusedMoEMethodBase):
         self._views = {}
         if self._model.loaded(self._index):
             logger.info("%s", self._model.summary())
+            port = self._model.config.metrics_port
+            if port is not None:
+                serve_counts(self._model, port=port, rank=get_tensor_model_parallel_rank())
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> FusedMoEQuantConfig | None:
         return FUSED_MOE_UNQUANTIZED_CONFIG

@@ -286,6 +286,45 @@ def test_an_engine_that_closes_stops_a_prompt_between_its_layers(
     assert "closed" in str(got.errors[number])
 
 
+def test_what_is_queued_when_the_last_answer_ends_is_taken_in(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An idle engine has no step in flight: its books are whole, and slots may change."""
+    assert engine.decoding is not None
+    for step in engine.decoding.steps:  # as on a device: a step is queued ahead
+        monkeypatch.setattr(step, "captured", True)
+    with engine.scheduling(max_waiting=4) as scheduler:
+        first = scheduler.submit(asked(1, max_tokens=8))
+        *_, last = (answers := Answers().run(scheduler)).tokens[first]
+        number = scheduler.submit(asked(1, max_tokens=40, stop_ids=frozenset({last})))
+        while number not in answers.ends:
+            answers.step(scheduler)
+        assert engine.rows.num_in_flight > 0, "control: something is queued"
+        while scheduler.wait(0):
+            answers.step(scheduler)
+        assert engine.rows.num_in_flight == 0 and engine.store.steps_in_flight == 0
+        engine.place(engine.store.placement)
+
+
+def test_an_error_that_is_kept_keeps_no_tensors(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def failing(self: DecodeStep) -> StepResult:
+        tensor = torch.zeros(8)
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    with engine.scheduling(max_waiting=4) as scheduler, monkeypatch.context() as patch:
+        patch.setattr(DecodeStep, "finish", failing)
+        number = scheduler.submit(asked(1))
+        answers = Answers().run(scheduler)
+        assert isinstance(answers.errors[number], RequestError)
+        assert held and held[0]() is None
+    unharmed(engine)
+
+
 def test_requests_at_random_each_end_once(engine: Engine) -> None:
     """Joins, leaves, cancels in any state, steps that fail; a fixed seed."""
     rng = random.Random(0)

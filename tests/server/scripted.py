@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hotset.core.errors import FatalError, HotsetError, QueueFullError, RequestError
 from hotset.core.request import FinishReason, TokenLogprobs, check_length
@@ -43,6 +43,7 @@ class ScriptedScheduler:
         fail_at: an answer fails when it has so many tokens; `failure` is the error.
         fatal_at: the device fails then.
         gate: steps wait until it is set; `pause_seconds` is how long each takes.
+        num_prefix_tokens: of each prompt, as if they had been reused.
         num_submitted, last: requests so far, and the latest of them.
         reasons_of: request -> how it ended.
     """
@@ -55,6 +56,7 @@ class ScriptedScheduler:
     fatal_at: int | None = None
     pause_seconds: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
+    num_prefix_tokens: int = 0
     num_submitted: int = 0
 
     def __post_init__(self) -> None:
@@ -121,7 +123,8 @@ class ScriptedScheduler:
         logprobs = None
         if wanted is not None:
             logprobs = TokenLogprobs(-0.5, tuple((i, -1.0 - i) for i in range(wanted)))
-        return self._end(number, reason, token, logprobs)
+        made = self._end(number, reason, token, logprobs)
+        return replace(made, num_prefix_tokens=self.num_prefix_tokens * (row.num_done == 1))
 
     def _end(
         self,

@@ -215,3 +215,32 @@ def test_a_template_without_thinking_says_so(server: Scripted) -> None:
         server.anthropic().messages.create(
             model=NAME, messages=MESSAGES, max_tokens=9, output_config={"effort": "high"}
         )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_tells_what_was_reused_and_what_was_thought(server: Scripted, stream: bool) -> None:
+    """Under each API's names; a byte is a token, and the marks around the reasoning count to it."""
+    server.say("<think>Hm.</think>Yes.")
+    server.scheduler.num_prefix_tokens = 5
+    body: Any = {"model": NAME, "messages": MESSAGES}
+    num_prompt = len(server.served.text.encode_chat(MESSAGES))
+    chat = server.openai().chat.completions
+    if stream:
+        *_, last = chat.create(**body, stream=True, stream_options={"include_usage": True})
+        used = last.usage
+        with server.anthropic().messages.stream(**body, max_tokens=99) as events:
+            said = events.get_final_message().usage
+        with server.openai().responses.stream(model=NAME, input=MESSAGES) as items:
+            responded = items.get_final_response().usage
+    else:
+        used = chat.create(**body).usage
+        said = server.anthropic().messages.create(**body, max_tokens=99).usage
+        responded = server.openai().responses.create(model=NAME, input=MESSAGES).usage
+    num_thought = len("<think>Hm.</think>") - len("<think")  # its mark is none before it is whole
+    assert used.prompt_tokens == num_prompt and used.prompt_tokens_details.cached_tokens == 5
+    assert used.completion_tokens_details.reasoning_tokens == num_thought
+    assert (said.input_tokens, said.cache_read_input_tokens) == (num_prompt - 5, 5)
+    assert said.output_tokens_details.thinking_tokens == num_thought
+    assert responded.input_tokens_details.cached_tokens == 5
+    assert responded.output_tokens_details.reasoning_tokens == num_thought
+    server.scheduler.num_prefix_tokens = 0

@@ -43,6 +43,19 @@ def explain_failure(error: BaseException, device: torch.device) -> HotsetError:
     return told
 
 
+def forget_frames(error: Exception) -> None:
+    """Lets go of the frames that an error and its causes came through: they hold the tensors of the
+    step, for as long as somebody keeps the error to tell it."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+
+
 def _answers(device: torch.device) -> bool:
     try:
         torch.cuda.synchronize(device)

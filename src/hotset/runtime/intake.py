@@ -27,6 +27,7 @@ class Answer:
         ids: its prompt, and what was drawn so far.
         most: tokens that may be drawn.
         num_drawn: so far.
+        num_prefix: tokens of the prompt that were reused.
         sequence: once it has been admitted.
         joined: it decodes.
     """
@@ -36,6 +37,7 @@ class Answer:
     ids: list[int]
     most: int
     num_drawn: int = 0
+    num_prefix: int = 0
     sequence: Sequence | None = None
     joined: bool = False
 

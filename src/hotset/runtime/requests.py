@@ -43,6 +43,8 @@ class Event:
         request_id: what `submit` returned.
         token_id: the next token of the answer; `None` where it ends without one.
         logprobs: of that token, where the request asked for them.
+        num_prefix_tokens: on the event of the first token, prompt tokens whose keys and values were
+            reused from earlier requests.
         finish_reason: set on the last event of a request; each has exactly one such.
         error: why it failed; set with `FinishReason.FAILED` only.
     """
@@ -50,6 +52,7 @@ class Event:
     request_id: int
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
+    num_prefix_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: HotsetError | None = None
 

@@ -21,7 +21,7 @@ from hotset.core.closing import Closing
 from hotset.core.errors import FatalError, HotsetError, RequestError
 from hotset.core.request import FinishReason
 from hotset.runtime.degenerate import RepeatedToken
-from hotset.runtime.faults import explain_failure
+from hotset.runtime.faults import explain_failure, forget_frames
 from hotset.runtime.intake import Answer, Intake
 from hotset.runtime.prompt_share import PromptShare
 from hotset.runtime.requests import Counts, Event, Request
@@ -121,7 +121,13 @@ class Scheduler(Closing):
         self._intake.cancel(request_id)
 
     def wait(self, timeout: float | None = None) -> bool:
-        return self._intake.wait(timeout, unless=lambda: bool(self._events or self._fatal))
+        return self._intake.wait(timeout, unless=self._is_left)
+
+    def _is_left(self) -> bool:
+        """Whether there is something to do or to tell without any request."""
+        parts = self._parts
+        is_queued = parts is not None and self._fatal is None and parts.rows.num_in_flight > 0
+        return is_queued or bool(self._events or self._fatal)
 
     def drain(self) -> None:
         self._intake.refuse("no more requests are taken")
@@ -169,8 +175,10 @@ class Scheduler(Closing):
             )
         if answer is not None:
             self._begin(parts, answer)
-        elif self._running or parts.rows.num_in_flight:
+        elif self._running:
             self._decode(parts)
+        else:  # what was queued when the last answer ended has books to be kept
+            self._drain(parts)
         if not self._running:
             self._share.forgive()
 
@@ -201,6 +209,7 @@ class Scheduler(Closing):
         except BaseException as error:  # noqa: BLE001 - whatever it is, a request ends by it
             self._fail(parts, [answer], error)
             return
+        answer.num_prefix = num_shared
         self._count(num_prompt_tokens=len(answer.ids), num_prefix_tokens=num_shared)
         self._put(parts, answer, draw)
         if self._intake.is_open(answer):
@@ -296,7 +305,10 @@ class Scheduler(Closing):
         self._repeated.look(answer.ids, answer.num_drawn)
         self._count(num_generated_tokens=1)
         event = Event(
-            request_id=answer.number, token_id=token, logprobs=sampler.logprobs(row, draw)
+            request_id=answer.number,
+            token_id=token,
+            logprobs=sampler.logprobs(row, draw),
+            num_prefix_tokens=answer.num_prefix if answer.num_drawn == 1 else 0,
         )
         if token in answer.request.stop_ids or sampler.is_complete(row):
             self._end(parts, answer, FinishReason.STOP, event)
@@ -348,6 +360,8 @@ class Scheduler(Closing):
         told = explain_failure(error, parts.device)
         if not isinstance(error, HotsetError | KeyboardInterrupt):
             logger.error("a step failed", exc_info=error)
+        if isinstance(error, Exception):
+            forget_frames(error)
         if isinstance(told, FatalError):
             self._fatal = told
             self._intake.refuse(told.message)

@@ -47,7 +47,7 @@ class Choice:
         self._stop_ids = stop_ids
         self._with_logprobs, self._parallel = with_logprobs, parallel_calls
         self._num_calls = 0
-        self.num_tokens = 0
+        self.num_tokens = self.num_reasoning_tokens = 0
         self.ended = False
 
     def feed(self, event: Event) -> list[Part]:
@@ -63,7 +63,10 @@ class Choice:
             text += self._text.finish()
         if self._text.stopped_by is not None:
             finish = Finish("stop", self._text.stopped_by)
+        was_reasoning = self._speech.in_reasoning
         pieces = self._speech.feed(text) if text else []
+        if event.token_id is not None and (was_reasoning or self._speech.in_reasoning):
+            self.num_reasoning_tokens += 1
         if finish is not None:
             pieces += self._speech.finish()
         return self._parts(pieces, self._tokens(event), finish)
@@ -129,7 +132,8 @@ class Answers:
         self._early: list[Event] = []
         self._open: dict[int, _Open] = {}
         self._choices: list[Choice] = []
-        self._num_prompt_tokens = 0
+        self._num_prompt_tokens = self._num_prefix_tokens = 0
+        self._counted: set[int] = set()
 
     def add(self, request: Request, choice: Choice, *, counted: bool) -> None:
         """Submits the request of one more choice.
@@ -146,12 +150,19 @@ class Answers:
         self._open[ticket.request_id] = _Open(choice, ticket)
         self._choices.append(choice)
         self._tickets.append(ticket)
-        self._num_prompt_tokens += ticket.num_prompt_tokens if counted else 0
+        if counted:
+            self._counted.add(ticket.request_id)
+            self._num_prompt_tokens += ticket.num_prompt_tokens
 
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return Usage(self._num_prompt_tokens, sum(choice.num_tokens for choice in self._choices))
+        return Usage(
+            self._num_prompt_tokens,
+            sum(choice.num_tokens for choice in self._choices),
+            num_prefix_tokens=self._num_prefix_tokens,
+            num_reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self._choices),
+        )
 
     def close(self) -> None:
         """Cancels what has no end, and logs what there was: never a word of it. Safe to call
@@ -181,7 +192,7 @@ class Answers:
             HotsetError: that failure.
         """
         try:
-            event = await asyncio.wait_for(self._events.get(), timeout)
+            event = await asyncio.wait_for(self._next(), timeout)
         except TimeoutError:
             return
         if event.error is not None:
@@ -195,9 +206,15 @@ class Answers:
             HotsetError: a request failed; the others are cancelled by `close`.
         """
         while self._open:
-            event = self._early.pop() if self._early else await self._events.get()
+            event = self._early.pop() if self._early else await self._next()
             for part in self._take(event):
                 yield part
+
+    async def _next(self) -> Event:
+        event = await self._events.get()
+        if event.request_id in self._counted:
+            self._num_prefix_tokens += event.num_prefix_tokens
+        return event
 
     def _take(self, event: Event) -> Iterator[Part]:
         entry = self._open.get(event.request_id)

@@ -171,10 +171,19 @@ class Whole:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request: its prompt, once for all choices, and of all answers."""
+    """Tokens of a request.
+
+    Attributes:
+        num_prompt_tokens: of its prompt, once for all choices.
+        num_tokens: of all answers.
+        num_prefix_tokens: of the prompt, those that were reused from earlier requests.
+        num_reasoning_tokens: of the answers, those of reasoning, with the marks around it.
+    """
 
     num_prompt_tokens: int
     num_tokens: int
+    num_prefix_tokens: int = 0
+    num_reasoning_tokens: int = 0
 
     @property
     def total(self) -> int:

@@ -264,6 +264,8 @@ def usage_of(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_tokens,
         "total_tokens": usage.total,
+        "prompt_tokens_details": {"cached_tokens": usage.num_prefix_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
     }
 
 

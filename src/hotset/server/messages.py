@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -164,7 +165,6 @@ class MessageAnswer:
 
     async def events(self, answers: Answers) -> AsyncIterator[str]:
         """Each block has a start, pieces, and a stop; only one is open at a time."""
-        start = {"input_tokens": answers.usage.num_prompt_tokens, "output_tokens": 0}
         yield _event(
             "message_start",
             message={
@@ -172,7 +172,7 @@ class MessageAnswer:
                 "content": [],
                 "stop_reason": None,
                 "stop_sequence": None,
-                "usage": start,
+                "usage": _usage(replace(answers.usage, num_tokens=0)),
             },
         )
         index, open_kind = -1, None
@@ -235,7 +235,14 @@ def _stop(finish: Finish) -> dict[str, Any]:
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
-    return {"input_tokens": usage.num_prompt_tokens, "output_tokens": usage.num_tokens}
+    """Under Anthropic's names: there the tokens that were reused are no input tokens."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_prefix_tokens,
+        "cache_read_input_tokens": usage.num_prefix_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": usage.num_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.num_reasoning_tokens},
+    }
 
 
 def routes(answering: Answering) -> APIRouter:

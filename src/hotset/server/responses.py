@@ -173,9 +173,12 @@ class ResponseAnswer:
             "output": output,
             "usage": {
                 "input_tokens": usage.num_prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "input_tokens_details": {
+                    "cached_tokens": usage.num_prefix_tokens,
+                    "cache_write_tokens": 0,
+                },
                 "output_tokens": usage.num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
                 "total_tokens": usage.total,
             },
         }

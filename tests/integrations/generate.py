@@ -1,0 +1,51 @@
+"""Greedy tokens of one model in vLLM, with or without hotset: a job in, one JSON line out.
+
+Run by the tests as a process. Prompts are ids, so that no tokenizer is needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+# One prompt that decodes at once, one with a few tokens, one that is more than a filling step.
+PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 100)]
+
+
+def main(job: dict[str, Any]) -> None:
+    num_ranks = job.get("num_ranks", 1)
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if num_ranks == 1 else "1"
+    if num_ranks > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_ranks)))
+    from vllm import LLM, SamplingParams
+
+    options = dict(job.get("options", {}))
+    hotset = job.get("hotset")
+    if hotset is not None:
+        options["additional_config"] = {"hotset": hotset}
+        options["worker_extension_cls"] = "hotset.integrations.vllm.worker.HotsetWorker"
+    llm = LLM(
+        model=job["model"],
+        dtype=job.get("dtype", "float32"),
+        max_model_len=256,
+        max_num_seqs=4,
+        tensor_parallel_size=num_ranks,
+        skip_tokenizer_init=True,
+        enforce_eager=job.get("eager", True),
+        **options,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    answer: dict[str, Any] = {"tokens": [list(one.outputs[0].token_ids) for one in outputs]}
+    if hotset is not None:
+        for name in ("traffic", "summary", "verify"):
+            answer[name] = llm.collective_rpc(f"hotset_{name}")
+    print("\n" + json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,116 @@
+"""What the plugin knows without vLLM: its options, the slots of a budget, vLLM's command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from hotset.core.config import EngineConfig
+from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
+from hotset.integrations.vllm.command import Listening, command_line
+from hotset.integrations.vllm.config import PluginConfig
+from hotset.integrations.vllm.sizes import sizes_within
+from hotset.models.describe import describe
+from hotset.runtime.planning import plan_engine
+
+EXPERT = ExpertSpec.build(
+    hidden=64, intermediate=32, gate=Gate(GateForm.PLAIN), has_bias=False, dtype="bfloat16"
+)
+LAYERS = [MoELayer(f"layers.{index}", 8, 2, EXPERT) for index in range(3)]
+RECORD = EXPERT.record_bytes
+
+
+def test_options_are_read_and_checked() -> None:
+    given = {"vram": "2MiB", "policy": "lru", "metrics_port": 8130}
+    config = PluginConfig.of({"hotset": given, "another": 1})
+    assert config == PluginConfig(vram_bytes=2 * 2**20, policy="lru", metrics_port=8130)
+
+
+@pytest.mark.parametrize("additional", [None, {}, {"another": {"vram": 1}}])
+def test_without_its_name_there_is_nothing_of_hotset(additional: object) -> None:
+    assert PluginConfig.of(additional) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("8GiB", "must be an object"),
+        ({}, "`vram` is not set"),
+        ({"vram": "8GiB", "contxt": 1}, "no option `contxt`"),
+        ({"vram": "8GiB", "halflife": 1}, "did you mean `half_life`?"),
+        ({"vram": "8 fish"}, "not a size"),
+        ({"vram": 1, "staging": "rings"}, "`staging` is `rings`"),
+        ({"vram": 1, "half_life": 0}, "must be above 0"),
+        ({"vram": 1, "metrics_port": 70000}, "from 1 to 65535"),
+        ({"vram": 1, "metrics_port": True}, "from 1 to 65535"),
+    ],
+)
+def test_wrong_options_are_named(given: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PluginConfig.of({"hotset": given})
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("records", "use_ring", "slots", "ring"),
+    [
+        (0, False, 0, 0),
+        (5, False, 5, 0),
+        (24, False, 24, 0),
+        (99, False, 24, 0),
+        (2, True, 0, 2),
+        (7, True, 5, 2),
+        (24, True, 24, 0),  # with a slot for each, nothing is staged
+    ],
+)
+def test_a_budget_is_slots_and_ring(records: int, use_ring: bool, slots: int, ring: int) -> None:
+    sizes = sizes_within(LAYERS, records * RECORD + RECORD - 1, use_ring=use_ring)
+    assert (sizes.pools.num_slots, sizes.staging_records) == (slots, ring)
+    assert sum(sizes.slots_L) == slots
+    assert max(sizes.slots_L) - min(sizes.slots_L) <= 1
+
+
+def test_a_budget_below_the_ring_is_refused_with_the_least() -> None:
+    with pytest.raises(CapacityError, match="the least is"):
+        sizes_within(LAYERS, 2 * RECORD - 1, use_ring=True)
+
+
+def line_of(**options: Any) -> list[str]:
+    settings = {"device": "cpu", "vram": "80MiB", "context": 512, "max_batch": 2} | options
+    config = EngineConfig.from_options("pocket", **settings)
+    _, plan = plan_engine(describe("pocket").geometry, config)
+    listening = Listening(host="127.0.0.1", port=8000, names=("a", "b"), api_keys=("secret",))
+    return command_line("/models/pocket", plan=plan, config=config, listening=listening)
+
+
+def test_the_command_line_has_the_numbers_of_the_plan() -> None:
+    line = line_of(policy="lru")
+    assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    values = dict(pairwise(line))
+    assert values["--model"] == "/models/pocket" and values["--served-model-name"] == "a"
+    assert values["--max-model-len"] == "512" and values["--max-num-seqs"] == "2"
+    assert int(values["--kv-cache-memory-bytes"]) > 0 and values["--api-key"] == "secret"
+    hotset = json.loads(values["--additional-config"])["hotset"]
+    assert hotset["policy"] == "lru" and 0 < hotset["vram"] < 80 * 2**20
+    assert PluginConfig.of({"hotset": hotset}) is not None, "the plugin takes what is written"
+    assert json.loads(values["--compilation-config"]) == {"cudagraph_mode": "PIECEWISE"}
+    assert "--no-enable-prefix-caching" in line and "--enforce-eager" not in line
+
+
+def test_no_graphs_is_eager() -> None:
+    line = line_of(graphs=False)
+    assert "--enforce-eager" in line and "--compilation-config" not in line
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [({"batch_invariant": True}, "--batch-invariant"), ({"strict": True}, "--strict")],
+)
+def test_what_vllm_has_no_like_of_is_refused(options: dict[str, Any], flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        line_of(**options)

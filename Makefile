@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 STAMP := $(VENV)/.installed-$(VERSION)
 
-.PHONY: help setup demo test check format docs bench-table hooks clean
+.PHONY: help setup demo test test-vllm check format docs bench-table hooks clean
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,19 @@ demo: $(STAMP)  ## Generate text with the embedded model on the CPU
 test: $(STAMP)  ## Run the tests; ARGS="-k plan" is handed to pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 $(ARGS)
 
+# An environment of its own, as vLLM and hotset ask for versions that exclude each other.
+VLLM := .venv-vllm
+VLLM_STAMP := $(VLLM)/.installed-$(VERSION)
+
+$(VLLM_STAMP): requirements-vllm.txt pyproject.toml
+	test -x $(VLLM)/bin/python$(VERSION) || $(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install --no-deps --requirement requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install --no-deps --no-build-isolation --editable .
+	touch $@
+
+test-vllm: $(VLLM_STAMP)  ## Run the tests of the vLLM plugin inside vLLM, on a CPU (ten minutes)
+	$(VLLM)/bin/python -m pytest tests/integrations $(ARGS)
+
 check: $(STAMP)  ## Lint, formatting, types, import direction, freshness of generated pages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -54,4 +67,4 @@ hooks: $(STAMP)  ## Check before every commit
 	$(BIN)/pre-commit install
 
 clean:  ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build
+	rm -rf $(VENV) $(VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis build

@@ -135,3 +135,16 @@ def test_running_answers_are_served_between_the_layers_of_a_prompt() -> None:
             got.run(scheduler)
         assert got.early and {event.request_id for event in got.early} == {first}
         assert model.engine.store.audit() == []
+
+
+def test_experts_that_host_memory_has_no_room_for_change_no_token(tokens: list[int]) -> None:
+    """3 MiB too little of it: some 32 of 192 experts lie in slots alone."""
+    from hotset.models.describe import describe
+    from hotset.runtime.planning import plan_engine
+
+    vram = least_vram(9 * 2**20)
+    config = hotset.api.make_config("pocket", **SMALL, vram=vram)
+    _, roomy = plan_engine(describe("pocket").geometry, config)
+    found, model = answer(vram=vram, ram=roomy.host.total_bytes - 3 * 2**20)
+    assert 0 < sum(model.plan.slot_only_per_layer) < model.plan.num_slots == roomy.num_slots
+    assert found == tokens

@@ -107,13 +107,14 @@ def test_experts_beyond_the_host_memory() -> None:
     model = replace(t0(), layers=t0().layers * 8192)
     assert model.expert_bytes == 1536 * MIB
     with pytest.raises(CapacityError) as caught:
-        make_plan(model, gpu(available=GIB), PlanRequest()).require_fit()
+        make_plan(model, gpu(free=GIB, available=GIB), PlanRequest()).require_fit()
     assert caught.value.message == (
         "1.00 GiB of host memory is available, 2.00 GiB is needed: "
         "expert arena 1.50 GiB + loading 193.66 KiB + host headroom 512.00 MiB"
     )
     assert caught.value.hint == (
-        "every expert needs a place in host memory: a machine or container with at least "
+        "every expert needs a place in host memory or a slot of its own: a machine or container "
+        "with at least "
         "2.00 GiB available is needed"
     )
 

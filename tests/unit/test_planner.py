@@ -195,6 +195,30 @@ def test_loader_is_charged_what_it_promises() -> None:
     assert plan.host["loader peak"] == plan.host["expert arena"] + 2 * GIB
 
 
+def test_experts_that_host_memory_has_no_room_for_keep_their_slots() -> None:
+    """54 GiB of experts: of 24 GiB of device memory some 15 hold experts."""
+    plans = [
+        make_plan(qwen3_30b(), gpu(available=ram * GIB), PlanRequest()) for ram in (60, 52, 46, 30)
+    ]
+    assert [plan.fits for plan in plans] == [True, True, True, False]
+    roomy, short, shorter = (plan.require_fit() for plan in plans[:3])
+    assert roomy.slot_only_per_layer == ()
+    record = 9_437_184
+    for plan in (short, shorter):
+        kept = sum(plan.slot_only_per_layer)
+        assert plan.slots_per_layer == roomy.slots_per_layer  # the device side is the same
+        assert all(
+            k <= s for k, s in zip(plan.slot_only_per_layer, plan.slots_per_layer, strict=True)
+        )
+        assert plan.host["expert arena"] == (6144 - kept) * record == plan.host["page-locked"]
+        # As few as possible: one more copy would not fit.
+        assert plan.host.total_bytes <= plan.host.budget_bytes < plan.host.total_bytes + record
+        assert choice(plan, "host copies").effective == 6144 - kept
+    assert sum(short.slot_only_per_layer) < sum(shorter.slot_only_per_layer)
+    # On a CPU slots are host memory too.
+    assert not make_plan(qwen3_30b(), cpu(available=52 * GIB), PlanRequest()).fits
+
+
 def test_limits_are_lines_that_are_not_charged() -> None:
     plan = make_plan(t0(), gpu(memlock=65536), PlanRequest())
     assert plan.host["memlock limit"] == 65536

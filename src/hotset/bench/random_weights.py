@@ -83,7 +83,8 @@ class RandomWeights:
                 count = min(per_group, layer.num_experts - first)
                 records = torch.zeros(count, record_bytes, dtype=torch.uint8, device=store.device)
                 fill_random(records, layer.expert, generator, std=_STD)
-                store.arena.record(index, first, count).copy_(records.flatten())
+                for offset, record in enumerate(records):
+                    store.record(index, first + offset).copy_(record)
                 done += records.numel()
                 progress(done, total)
 

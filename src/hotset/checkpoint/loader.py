@@ -42,6 +42,8 @@ Destination = Callable[[int, int], dict[str, torch.Tensor]]
 Progress = Callable[[int, int], None]
 
 _PROGRESS_SECONDS = 0.1
+# What the fields of a quantised matrix are called beyond its own name (`core.geometry`).
+_COMPANIONS = ("_scale", "_zero", "_global", "_order")
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class _Crew:
         param = job.piece.param
         fields = self._destination(param.layer, job.expert)
         if job.kind is Kind.PACK:
-            pack(self._reader, job, fields)
+            self._pack(job, fields)
             return
         field = fields[param.field]
         rows = as_in_module(field if job.rows is None else field[job.rows], param)
@@ -167,7 +169,7 @@ class _Crew:
             self._convert(job, rows)
             return
         (source,) = job.sources
-        if rows.is_contiguous() and rows.dtype == source.dtype and rows.device.type == "cpu":
+        if rows.is_contiguous() and rows.dtype == source.dtype and _in_host_memory(rows):
             self._reader.read_into(source.entry.file, source.offset, rows)
             require_finite(rows, source.entry)
             return
@@ -175,6 +177,17 @@ class _Crew:
         self._reader.read_into(source.entry.file, source.offset, read)
         require_finite(read, source.entry)
         _copy(read, rows, [source])
+
+    def _pack(self, job: Job, fields: dict[str, torch.Tensor]) -> None:
+        """Files are read into host memory: a record elsewhere gets its fields from there. Only
+        those of this projection: another thread may be at the other one's."""
+        name = job.piece.param.field
+        own = {name + part for part in ("", *_COMPANIONS)} & fields.keys()
+        away = [field for field in own if not _in_host_memory(fields[field])]
+        here = {field: torch.empty_like(fields[field], device="cpu") for field in away}
+        pack(self._reader, job, {**fields, **here})
+        for field, value in here.items():
+            fields[field].copy_(value)
 
     def _convert(self, job: Job, destination: torch.Tensor) -> None:
         converter = job.piece.converter
@@ -222,6 +235,11 @@ class _Scratch:
         if len(self._bytes) < source.nbytes:
             self._bytes = torch.empty(source.nbytes, dtype=torch.uint8)
         return self._bytes[: source.nbytes].view(source.dtype).view(source.shape)
+
+
+def _in_host_memory(record: torch.Tensor) -> bool:
+    """Whether files can be read into it."""
+    return record.device.type == "cpu"
 
 
 def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[Source]) -> None:

@@ -54,12 +54,17 @@ ROUTING_BYTES_PER_CHOICE = 96
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the planner chooses; everything that is charged follows from these four."""
+    """What the planner chooses; everything that is charged follows from these five.
+
+    Attributes:
+        num_slot_only: experts without a host copy; they are among those with a slot.
+    """
 
     num_slots: int
     staging_records: int
     context_tokens: int
     prefill_chunk: int
+    num_slot_only: int = 0
 
 
 @dataclass(frozen=True)
@@ -255,7 +260,11 @@ class Charges:
 
     def _host(self, sizes: Sizes) -> Iterator[Line]:
         geometry = self.geometry
-        yield Line("expert arena", self.arena_bytes, f"{geometry.num_records} records")
+        note = f"{geometry.num_records} records"
+        if sizes.num_slot_only:
+            left = geometry.num_records - sizes.num_slot_only
+            note = f"{left} of {note}, the others are in slots alone"
+        yield Line("expert arena", self.arena_bytes(sizes), note)
         if not self.on_cuda:
             total = self.device_bytes(sizes)
             yield Line("device side", total, "on a CPU it lies in host memory")
@@ -273,10 +282,10 @@ class Charges:
         """Workspaces that one more token of a chunk takes, wherever it lies in its context."""
         return sum(workspace.bytes_per_token for workspace in self.workspaces)
 
-    @property
-    def arena_bytes(self) -> int:
-        """All records side by side, in whole pages."""
-        return align_up(self.geometry.expert_bytes, mmap.PAGESIZE)
+    def arena_bytes(self, sizes: Sizes) -> int:
+        """Records with a host copy side by side, in whole pages."""
+        in_slots = self.split.num_bytes(sizes.num_slot_only)
+        return align_up(self.geometry.expert_bytes - in_slots, mmap.PAGESIZE)
 
     @property
     def loading_bytes(self) -> int:

@@ -49,6 +49,7 @@ def predict(charges: Charges, speed: SpeedModel, sizes: Sizes) -> Speed:
         context_tokens=sizes.context_tokens,
         prefill_chunk=sizes.prefill_chunk,
         workload=WORKLOAD,
+        slot_only_per_layer=charges.split.per_layer(sizes.num_slot_only),
     )
 
 

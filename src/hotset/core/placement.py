@@ -89,6 +89,10 @@ class Placement:
             list(range(pool.first_slot + pool.num_slots - 1, pool.first_slot - 1, -1))
             for pool in pools.pools
         ]
+        # First of all and in one order, so that they have the same slots in every placement.
+        for layer, expert in pools.slot_only:
+            self.assign(layer, expert)
+            self.pin(layer, expert)
         # The last cell of the scratch mask swallows padded ids, so that no branch is needed.
         self._row = np.arange(num_layers, dtype=np.int64)[:, None] * self._width
         self._routed = np.zeros(num_layers * self._width + 1, dtype=np.bool_)
@@ -97,13 +101,15 @@ class Placement:
     def from_residents(
         cls, pools: SlotPools, resident_LE: BoolArray, *, num_spare: int = 0
     ) -> Placement:
-        """Gives every marked expert a slot, layer by layer in ascending id.
+        """Gives every marked expert a slot, layer by layer in ascending id, besides those that
+        have no other place.
 
         Raises:
             CapacityError: more experts than slots.
         """
         placement = cls(pools, num_spare=num_spare)
-        for layer, expert in np.argwhere(resident_LE):
+        width = resident_LE.shape[1]
+        for layer, expert in np.argwhere(resident_LE & ~placement.pinned[:, :width]):
             placement.assign(int(layer), int(expert))
         return placement
 

@@ -137,6 +137,8 @@ class MemoryPlan:
         device, host: the lines of device memory and of host memory. On a CPU device the device
             side lies in host memory, where it is charged as one line.
         slots_per_layer: slots of each MoE layer, in the order of the geometry's layers.
+        slot_only_per_layer: experts of each MoE layer, the last ones, for which host memory has no
+            room: they keep their slots. Empty where there are none.
         pools: the same slots by record size.
         staging_records: records that the prefill ring holds.
         context_tokens: longest prompt and answer together that is admitted.
@@ -161,6 +163,7 @@ class MemoryPlan:
     warnings: tuple[str, ...]
     problems: tuple[Problem, ...]
     speed: Speed | None = None
+    slot_only_per_layer: tuple[int, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -191,6 +194,7 @@ class MemoryPlan:
             "host": self.host.to_dict(),
             "num_slots": self.num_slots,
             "slots_per_layer": list(self.slots_per_layer),
+            "slot_only_per_layer": list(self.slot_only_per_layer),
             "pools": [asdict(pool) for pool in self.pools],
             "staging_records": self.staging_records,
             "context_tokens": self.context_tokens,

@@ -17,7 +17,13 @@ from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import HostMemory, Machine
 from hotset.core.plan import Choice, Line, MemoryPlan, Side
 from hotset.core.refusal import Refusal
-from hotset.core.sizing import Budgets, PlanRequest, choose_sizes, least_sizes
+from hotset.core.sizing import (
+    Budgets,
+    PlanRequest,
+    choose_sizes,
+    least_sizes,
+    with_host_copies,
+)
 from hotset.core.speed import SpeedModel
 from hotset.core.units import format_bytes
 
@@ -59,6 +65,7 @@ def make_plan(
     by_rules = sizes = choose_sizes(charges, request, budgets)
     if speed is not None:
         sizes = fastest_sizes(charges, request, budgets, speed, by_rules)
+    sizes = with_host_copies(charges, budgets, sizes)
     problems = Refusal(charges, machine, request, budgets).problems()
     expected = None if speed is None or problems else predict(charges, speed, sizes)
     choices = _choices(charges, sizes, budgets, request, machine)
@@ -66,6 +73,9 @@ def make_plan(
         device=_device_side(charges, sizes, budgets, request, machine),
         host=_host_side(charges, sizes, budgets, request, machine.host),
         slots_per_layer=charges.split.per_layer(sizes.num_slots),
+        slot_only_per_layer=charges.split.per_layer(sizes.num_slot_only)
+        if sizes.num_slot_only
+        else (),
         pools=charges.split.pools(sizes.num_slots),
         staging_records=sizes.staging_records,
         context_tokens=sizes.context_tokens,
@@ -91,7 +101,7 @@ def _host_side(
     charges: Charges, sizes: Sizes, budgets: Budgets, request: PlanRequest, host: HostMemory
 ) -> Side:
     lines = charges.host_lines(sizes)
-    arena = charges.arena_bytes
+    arena = charges.arena_bytes(sizes)
     resident = 0 if charges.on_cuda else charges.geometry.resident_bytes
     facts = [
         Line(
@@ -149,6 +159,10 @@ def _choices(
     )
     slots = _slots_reason(charges, sizes, budgets)
     yield Choice("slots", "slots", None, sizes.num_slots, slots)
+    if sizes.num_slot_only:
+        copies = charges.split.most - sizes.num_slot_only
+        why = f"host memory is short: {sizes.num_slot_only} keep their slots"
+        yield Choice("host copies", "records", None, copies, why)
     ring = _ring_reason(charges, sizes, request)
     yield Choice("staging records", "records", None, sizes.staging_records, ring)
 
@@ -205,7 +219,7 @@ def _ring_reason(charges: Charges, sizes: Sizes, request: PlanRequest) -> str:
 def _warnings(charges: Charges, sizes: Sizes, machine: Machine) -> Iterator[str]:
     if not charges.on_cuda:
         return
-    pinned, memlock = charges.arena_bytes, machine.host.memlock_limit_bytes
+    pinned, memlock = charges.arena_bytes(sizes), machine.host.memlock_limit_bytes
     if memlock is not None and memlock < pinned:
         yield (
             f"{format_bytes(pinned)} of host memory will be page-locked, the memlock limit is "

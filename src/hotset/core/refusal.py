@@ -12,7 +12,14 @@ from dataclasses import dataclass, replace
 from hotset.core.charges import Charges, Sizes
 from hotset.core.hardware import Machine
 from hotset.core.plan import Line, Problem
-from hotset.core.sizing import Budgets, PlanRequest, largest, least_sizes
+from hotset.core.sizing import (
+    Budgets,
+    PlanRequest,
+    choose_sizes,
+    largest,
+    least_sizes,
+    with_host_copies,
+)
 from hotset.core.units import MIB, format_bytes
 
 # A hint never proposes less: shorter than that, a context or a chunk is no use.
@@ -47,7 +54,7 @@ class Refusal:
         least = least_sizes(self.charges, self.request)
         if not self.budgets.device_fits(self.charges, least):
             yield self._device(least)
-        if not self.budgets.host_fits(self.charges, least):
+        if not self._host_fits(self.request, least):
             yield self._host(least)
 
     def _within_lengths(self) -> PlanRequest:
@@ -72,8 +79,17 @@ class Refusal:
 
     def _fits(self, request: PlanRequest) -> bool:
         least = least_sizes(self.charges, request)
-        return self.budgets.device_fits(self.charges, least) and self.budgets.host_fits(
-            self.charges, least
+        return self.budgets.device_fits(self.charges, least) and self._host_fits(request, least)
+
+    def _host_fits(self, request: PlanRequest, least: Sizes) -> bool:
+        """With a host copy for every expert, or slots for those that have none."""
+        if self.budgets.host_fits(self.charges, least):
+            return True
+        if not self.charges.on_cuda:
+            return False
+        chosen = choose_sizes(self.charges, request, self.budgets)
+        return self.budgets.host_fits(
+            self.charges, with_host_copies(self.charges, self.budgets, chosen)
         )
 
     def _lengths(self, instead: PlanRequest) -> Iterator[Problem]:
@@ -170,8 +186,8 @@ class Refusal:
             remedies += self._shorter(least, self.budgets.host_fits)
         remedies += self._narrower()
         otherwise = (
-            f"every expert needs a place in host memory: a machine or container with at least "
-            f"{format_bytes(need)} available is needed"
+            f"every expert needs a place in host memory or a slot of its own: a machine or "
+            f"container with at least {format_bytes(need)} available is needed"
         )
         return Problem(
             "--ram",

@@ -140,6 +140,24 @@ def choose_sizes(charges: Charges, request: PlanRequest, budgets: Budgets) -> Si
     return best
 
 
+def with_host_copies(charges: Charges, budgets: Budgets, sizes: Sizes) -> Sizes:
+    """The same sizes with a host copy for as many experts as host memory has room for; the others
+    keep their slots. Unchanged where all have one, and where the slots do not suffice.
+
+    On a CPU slots lie in host memory themselves, and an expert saves nothing by having only one.
+    """
+    if not charges.on_cuda or budgets.host_fits(charges, sizes):
+        return sizes
+
+    def fits_without(num_copies: int) -> bool:
+        num_slot_only = sizes.num_slots - num_copies
+        return budgets.host_fits(charges, replace(sizes, num_slot_only=num_slot_only))
+
+    # Of the experts with slots as many as possible have a copy too, so that slots can move.
+    copies = largest(fits_without, 0, sizes.num_slots)
+    return sizes if copies is None else replace(sizes, num_slot_only=sizes.num_slots - copies)
+
+
 def largest(fits: Callable[[int], bool], low: int, high: int) -> int | None:
     """The largest number in [low, high] that fits, `None` if none does. Smaller ones fit too."""
     count = bisect_right(range(low, high + 1), False, key=lambda value: not fits(value))

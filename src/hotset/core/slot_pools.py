@@ -31,11 +31,14 @@ class SlotPools:
         num_experts: experts of each layer, length L.
         pools: in ascending record size; their slots are numbered through, 0..S-1.
         pool_of_layer: index into `pools` of each layer, length L.
+        num_slot_only: of each layer, how many experts, the last ones by id, have no other place
+            than a slot, length L; empty where all have a host copy.
     """
 
     num_experts: tuple[int, ...]
     pools: tuple[SlotPool, ...]
     pool_of_layer: tuple[int, ...]
+    num_slot_only: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -44,6 +47,7 @@ class SlotPools:
         num_experts: Sequence[int],
         record_bytes: Sequence[int],
         num_slots: Mapping[int, int],
+        num_slot_only: Sequence[int] = (),
     ) -> SlotPools:
         """Numbers the slots.
 
@@ -51,6 +55,7 @@ class SlotPools:
             num_experts: experts of each layer, length L.
             record_bytes: record size of each layer, length L.
             num_slots: slots per record size; a size that is not named has none.
+            num_slot_only: see the attribute.
 
         Raises:
             ConfigError: a size without a layer, or a negative count.
@@ -66,7 +71,8 @@ class SlotPools:
         for size in sizes:
             pools.append(SlotPool(size, first, num_slots.get(size, 0)))
             first += pools[-1].num_slots
-        return cls(tuple(num_experts), tuple(pools), tuple(map(sizes.index, record_bytes)))
+        of_layer = tuple(map(sizes.index, record_bytes))
+        return cls(tuple(num_experts), tuple(pools), of_layer, tuple(num_slot_only))
 
     @classmethod
     def uniform(cls, num_experts: Sequence[int], slots_per_layer: Sequence[int]) -> SlotPools:
@@ -84,6 +90,15 @@ class SlotPools:
     @property
     def max_experts(self) -> int:
         return max(self.num_experts)
+
+    @property
+    def slot_only(self) -> list[tuple[int, int]]:
+        """(layer, expert) of every expert without a host copy, ascending."""
+        return [
+            (layer, expert)
+            for layer, count in enumerate(self.num_slot_only)
+            for expert in range(self.num_experts[layer] - count, self.num_experts[layer])
+        ]
 
     def layers_of(self, pool: int) -> list[int]:
         return [layer for layer, owner in enumerate(self.pool_of_layer) if owner == pool]

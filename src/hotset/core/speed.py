@@ -148,10 +148,13 @@ class SpeedModel:
         context_tokens: int,
         prefill_chunk: int,
         workload: Workload,
+        slot_only_per_layer: Sequence[int] = (),
     ) -> Speed:
         """Speed with that many slots in each MoE layer.
 
         Args:
+            slot_only_per_layer: experts that hold some of them for good, whoever is used; empty
+                for none.
             context_tokens: what each row's cache may hold; the workload is cut to it.
             prefill_chunk: most tokens of one forward.
         """
@@ -160,7 +163,11 @@ class SpeedModel:
         joined = bool(self.geometry.attention)
         layers = self.geometry.layers
         shares = [slots / x.num_experts for slots, x in zip(slots_per_layer, layers, strict=True)]
-        hit_rates = [self.curve.at(share) for share in shares]
+        fixed = slot_only_per_layer or [0] * len(layers)
+        hit_rates = [
+            self._hit_rate(x.num_experts, slots=slots, num_fixed=own)
+            for x, slots, own in zip(layers, slots_per_layer, fixed, strict=True)
+        ]
         used = [self.curve.used(layer) for layer in layers]
         filled = work.prompt_tokens + work.answer_tokens // 2
         step = predict_step(
@@ -198,6 +205,14 @@ class SpeedModel:
             rates_source=self.rates_source,
             half_life_note=self.curve.half_life_note,
         )
+
+    def _hit_rate(self, num_experts: int, *, slots: int, num_fixed: int) -> float:
+        """Of a layer in which some experts, as likely as any, keep their slots."""
+        if num_fixed == num_experts:
+            return 1.0
+        moving = self.curve.at((slots - num_fixed) / (num_experts - num_fixed))
+        share = num_fixed / num_experts
+        return share + (1 - share) * moving
 
     def _own_assumptions(self) -> list[str]:
         found = [f"the hit rate is {self.curve.source}"] if self.curve.assumed else []

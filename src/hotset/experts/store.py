@@ -7,6 +7,7 @@ table points. Why an expert should have a slot is the policy's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -37,6 +38,7 @@ class ExpertStore(Closing):
     Attributes:
         steps_in_flight: steps that may fill slots and of which `adopt` was not told yet. Until it
             is 0 the device knows more than the placement, and nothing else may be placed.
+        num_homes: records of each layer that lie in the arena: of its first experts by id.
         is_torn: a slot holds what `tee` has copied there, and the table calls it something else.
     """
 
@@ -54,11 +56,22 @@ class ExpertStore(Closing):
     ) -> None:
         self.layers = tuple(layers)
         self.device = device
-        self.arena = HostArena(self.layers, pinned=device.type == "cuda", banks=banks)
-        self.slots = SlotMemory(pools, device=device, poison=poison)
-        self.table = AddressTable(
-            self.layers, self.arena.address, device=device, num_spare=num_spare
+        self.placement = Placement(pools, num_spare=num_spare)
+        slot_only = pools.num_slot_only or (0,) * len(self.layers)
+        homes = [
+            replace(layer, num_experts=layer.num_experts - count)
+            for layer, count in zip(self.layers, slot_only, strict=True)
+        ]
+        self.num_homes = [layer.num_experts for layer in homes]
+        self.arena = HostArena(
+            homes,
+            pinned=device.type == "cuda",
+            banks=banks,
         )
+        self.slots = SlotMemory(pools, device=device, poison=poison)
+        self.table = AddressTable(self.layers, self._home, device=device, num_spare=num_spare)
+        owned = _owned(self.placement)
+        self.table.retarget({key: self.slots.address(slot) for key, slot in owned.items()})
         self.ring = Ring(
             self.arena,
             device=device,
@@ -66,12 +79,23 @@ class ExpertStore(Closing):
             record_bytes=max(layer.expert.record_bytes for layer in self.layers),
             num_buffers=num_buffers,
         )
-        self.placement = Placement(pools, num_spare=num_spare)
         self.steps_in_flight, self.is_torn = 0, False
 
+    def _home(self, layer: int, expert: int) -> int:
+        """Where the device finds a record without a slot; 0 where that cannot be, so that the
+        device, which takes who is at home for missing, never misses it."""
+        return self.arena.address(layer, expert) if expert < self.num_homes[layer] else 0
+
+    def record(self, layer: int, expert: int) -> torch.Tensor:
+        """uint8 view of what an expert's record is loaded into: in the arena, or on the device in
+        the slot of one that has no host copy."""
+        if expert < self.num_homes[layer]:
+            return self.arena.record(layer, expert)
+        return self.slots.view(int(self.placement.slot_of[layer, expert]))
+
     def fields(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
-        """Typed, shaped, writable views of one record in the arena, by field name."""
-        record = self.arena.record(layer, expert)
+        """Typed, shaped, writable views of `record`, by field name."""
+        record = self.record(layer, expert)
         return {
             field.name: record[field.offset : field.offset + field.nbytes]
             .view(getattr(torch, field.dtype))
@@ -179,6 +203,8 @@ class ExpertStore(Closing):
         table = self.table.address.cpu()
         owned = _owned(self.placement)
         for fill in self._fills(owned):
+            if fill.expert >= self.num_homes[fill.layer]:
+                continue  # there is no other copy to compare it with
             record = self.arena.record(fill.layer, fill.expert)
             if not self._equal_fields(fill.layer, self.slots.view(fill.slot).cpu(), record):
                 wrong.append(
@@ -187,7 +213,7 @@ class ExpertStore(Closing):
         for layer, spec in enumerate(self.layers):
             for column, found in enumerate(table[layer].tolist()):
                 slot = owned.get((layer, column))
-                home = self.arena.address(layer, column) if column < spec.num_experts else 0
+                home = self._home(layer, column) if column < spec.num_experts else 0
                 if found != (home if slot is None else self.slots.address(slot)):
                     wrong.append(f"layer {layer} expert {column} has a wrong address")
         return wrong

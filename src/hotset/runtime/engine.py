@@ -129,6 +129,7 @@ class Engine(Closing):
             num_experts=[layer.num_experts for layer in self.geometry.layers],
             record_bytes=[layer.expert.record_bytes for layer in self.geometry.layers],
             num_slots={pool.record_bytes: pool.num_slots for pool in self.plan.pools},
+            num_slot_only=self.plan.slot_only_per_layer,
         )
         device = self.plan.device
         room = explain_out_of_memory(

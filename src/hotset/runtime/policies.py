@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
+
 from hotset.core.policy import HalfLife, NoPolicy, Policy, make_policy
 from hotset.core.profile import Profile
 from hotset.core.slot_pools import BoolArray, IntArray, SlotPools
@@ -58,8 +60,23 @@ def initial_residents(policy: Policy, pools: SlotPools, slots_L: IntArray) -> Bo
     """Experts that own a slot before anything was routed, [L, E].
 
     To the simulator `none` is the engine without slots. Here the plan has paid for them, so they
-    get owners, which then keep them.
+    get owners, which then keep them. Experts without a host copy have theirs beside these.
     """
+    slot_only_L = np.array(pools.num_slot_only or (0,) * len(slots_L), dtype=np.int64)
+    free_L = np.asarray(slots_L) - slot_only_L
     if isinstance(policy, NoPolicy):
-        return policy.best_experts(slots_L)
-    return policy.initial(pools, slots_per_layer=slots_L)
+        return _beside_slot_only(policy.best_experts(free_L), pools)
+    return _beside_slot_only(policy.initial(pools, slots_per_layer=free_L), pools)
+
+
+def _beside_slot_only(wanted_LE: BoolArray, pools: SlotPools) -> BoolArray:
+    """Takes out those that have a slot anyway; each of them is replaced by the first expert of its
+    layer that has none."""
+    owned_LE = np.zeros_like(wanted_LE)
+    for layer, expert in pools.slot_only:
+        owned_LE[layer, expert] = True
+    resident_LE = wanted_LE & ~owned_LE
+    for layer, again in enumerate((wanted_LE & owned_LE).sum(axis=1)):
+        others = ~(resident_LE | owned_LE)[layer, : pools.num_experts[layer]]
+        resident_LE[layer, np.flatnonzero(others)[:again]] = True
+    return resident_LE

@@ -100,9 +100,14 @@ def require_text(text_ids: Sequence[int], name: str = "the text") -> None:
 
 
 def check_records(engine: Engine, source: CheckpointWeights) -> Check:
-    """Every record of the arena against the checkpoint's files, byte for byte."""
+    """Every record, in the arena or in the slot that is all it has, against the checkpoint's files,
+    byte for byte."""
     experts = [layer.expert for layer in engine.geometry.layers]
-    wrong = list(audit_records(source.keys, engine.store.fields, experts))
+
+    def fields(layer: int, expert: int) -> dict[str, torch.Tensor]:
+        return {name: field.cpu() for name, field in engine.store.fields(layer, expert).items()}
+
+    wrong = list(audit_records(source.keys, fields, experts))
     num_records = engine.geometry.num_records
     return Check(
         "records", not wrong, _first(wrong) or f"{num_records} records equal the checkpoint's bytes"
@@ -110,9 +115,10 @@ def check_records(engine: Engine, source: CheckpointWeights) -> Check:
 
 
 def check_slots(engine: Engine) -> Check:
-    """Every owned slot against the arena, and the address table with both."""
+    """Every owned slot against the arena, where it has a copy there, and the table with both."""
     wrong = engine.store.audit()
-    num_owned = int(engine.store.placement.resident.sum())
+    placement = engine.store.placement
+    num_owned = int((placement.resident & ~placement.pinned).sum())
     return Check("slots", not wrong, _first(wrong) or f"{num_owned} slots equal the arena's bytes")
 
 
@@ -168,20 +174,23 @@ def check_decode(engine: Engine, prompt_ids: list[int]) -> Check:
 
 
 def placements(engine: Engine) -> Iterator[tuple[str, Placement]]:
-    """Nothing resident, one layer, 37% and all of the slots, each at random experts."""
+    """Nothing resident, one layer, 37% and all of the slots, each at random experts. Those that
+    have no other place than a slot stay where they are."""
     pools, num_experts = engine.pools, engine.geometry.num_records
+    slot_only = pools.num_slot_only or (0,) * len(pools.num_experts)
+    slots = [n - own for n, own in zip(engine.plan.slots_per_layer, slot_only, strict=True)]
     rng = np.random.default_rng(0)
     layers = engine.geometry.layers
     yield "no expert in a slot", Placement(pools)
     first = np.zeros((len(layers), pools.max_experts), dtype=np.bool_)
-    first[0, : engine.plan.slots_per_layer[0]] = True
+    first[0, : slots[0]] = True
     if first.any():
         yield "one layer", Placement.from_residents(pools, first)
     for share in (0.37, 1.0):
         resident = np.zeros_like(first)
         for layer, spec in enumerate(layers):
-            count = round(share * engine.plan.slots_per_layer[layer])
-            resident[layer, rng.permutation(spec.num_experts)[:count]] = True
+            others = spec.num_experts - slot_only[layer]
+            resident[layer, rng.permutation(others)[: round(share * slots[layer])]] = True
         if resident.any():
             name = f"{int(resident.sum())} of {num_experts} experts in slots"
             yield name, Placement.from_residents(pools, resident)

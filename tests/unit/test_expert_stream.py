@@ -80,18 +80,18 @@ def test_later_groups_are_on_their_way_before_they_are_asked_for() -> None:
             assert store.ring.copied_bytes == min(6, number + 2) * size
 
 
-def test_the_next_layers_first_group_sets_off_behind_a_layer_that_used_all() -> None:
-    store = make_store(layers(8, 8, 8), 3, staging_records=8)
+def test_the_next_layers_first_groups_set_off_behind_a_layer_that_used_all() -> None:
+    store = make_store(layers(8, 8, 8), 3, staging_records=4)
     store.place(resident(store, {1: [0, 1], 2: [5]}))
     stream, size = ExpertStream(store), store.layers[0].expert.record_bytes
     before = store.ring.copied_bytes
     bring(store, stream, 0, range(8))
-    assert store.ring.copied_bytes - before == (8 + 3) * size, "3 of the 6 missing ones in advance"
-    groups = bring(store, stream, 1, [0, 3, 4, 7])  # 2 was brought for nothing, 5 is not
-    assert staged_of(groups) == [2, 3, 4, 7]
-    assert store.ring.copied_bytes - before == (8 + 4) * size
+    assert store.ring.copied_bytes - before == (8 + 4) * size, "as many as both buffers hold"
+    groups = bring(store, stream, 1, [0, 3, 4, 7])  # 2 and 5 were brought for nothing, 6 is not
+    assert staged_of(groups) == [2, 3, 4, 5, 7]
+    assert store.ring.copied_bytes - before == (8 + 5) * size
     bring(store, stream, 2, [1])
-    assert store.ring.copied_bytes - before == (8 + 4 + 1) * size, "half a layer foretells nothing"
+    assert store.ring.copied_bytes - before == (8 + 5 + 1) * size, "half a layer foretells nothing"
 
 
 def test_what_is_here_already_is_computed_on_before_the_routing_is_known() -> None:
@@ -129,9 +129,11 @@ def test_behind_a_prefetch_the_rest_may_be_read_in_place() -> None:
     stream.prefetch(1)
     before = store.ring.copied_bytes
     with stream.groups(1, used(store, [0, 7], 1, use_ring=False)) as groups:
-        (early, rest) = groups
-        assert rest.staged is None and (rest.first, rest.stop) == (early.stop, 8)
-        assert rest.address_E[early.stop :].tolist() == store.table.row(1)[early.stop :].tolist()
+        *early, rest = groups
+        stop = early[-1].stop
+        assert [group.first for group in early] == [0, 3] and stop == 6
+        assert rest.staged is None and (rest.first, rest.stop) == (stop, 8)
+        assert rest.address_E[stop:].tolist() == store.table.row(1)[stop:].tolist()
     assert store.ring.copied_bytes == before and store.ring.num_idle == 2
 
 

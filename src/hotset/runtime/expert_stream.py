@@ -3,7 +3,8 @@
 A layer's experts are cut into ranges of ascending ids. A group is one range: what is missing of it
 lies in a staging buffer, the rest where it is, and to a kernel they are all addresses. While one
 group is computed on, the next ones cross the link, and behind a layer's last group the next
-layer's first, whose routing is not known yet: it is computed on before the host has learnt it.
+layer's first ones, whose routing is not known yet: they are computed on before the host has learnt
+it.
 Knows ids, residency and buffers; no tokens.
 """
 
@@ -22,9 +23,9 @@ from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
 from hotset.experts.transfer import sent
 
-# A layer that used so many of its experts expects the next one to do the same: then the next
-# layer's first group may set off before its routing is known. What it does not use of that group
-# has crossed the link for nothing, at most this part of one group in a layer.
+# A layer that used so many of its experts expects the next one to do the same: then as many of the
+# next layer's groups as there are idle buffers may set off before its routing is known. What it
+# does not use of them has crossed the link for nothing.
 PREFETCH_SHARE = 0.95
 
 
@@ -81,27 +82,30 @@ class ExpertStream:
 
     def __init__(self, store: ExpertStore, *, overlap: bool = True) -> None:
         self._store, self._ring, self._overlap = store, store.ring, overlap
-        self._early: Staged | None = None
+        self._early: deque[Staged] = deque()  # of the layer that comes next
 
     def room(self, layer: int) -> int:
         """Records of a layer that one buffer holds."""
         return self._ring.room(self._store.layers[layer].expert.record_bytes)
 
     def prefetch(self, layer: int) -> None:
-        """Sends the first missing records of a layer on their way, if a buffer is idle."""
-        if layer >= len(self._store.layers) or self._early is not None or not self._ring.num_idle:
+        """Sends the first missing records of a layer on their way, as far as buffers are idle."""
+        if layer >= len(self._store.layers):
             return
-        spec = self._store.layers[layer]
-        missing = np.flatnonzero(~self._store.placement.resident[layer, : spec.num_experts])
-        if len(missing):
-            size = self._group_size(layer, len(missing))
-            self._early = self._stage(layer, missing[:size].tolist())
+        assert not self._early or self._early[0].layer == layer
+        missing_E = ~self._store.placement.resident[layer, : self._store.layers[layer].num_experts]
+        if self._early:
+            missing_E[: self._early[-1].experts[-1] + 1] = False
+        missing = np.flatnonzero(missing_E).tolist()
+        size = self._group_size(layer, len(missing))
+        while missing and self._ring.num_idle:
+            self._early.append(self._stage(layer, missing[:size]))
+            missing = missing[size:]
 
     def drop(self) -> None:
         """Gives up what was prefetched."""
-        if self._early is not None:
-            self._ring.release(self._early)
-            self._early = None
+        while self._early:
+            self._ring.release(self._early.popleft())
 
     @contextmanager
     def groups(self, layer: int, need: Callable[[], Need]) -> Iterator[Iterator[Group]]:
@@ -115,36 +119,49 @@ class ExpertStream:
             need: what the layer routes to; may wait for the device. No other expert crosses the
                 link from then on.
         """
-        if self._early is not None and self._early.layer != layer:
+        if self._early and self._early[0].layer != layer:
             self.drop()
-        early, self._early = self._early, None
+        early, self._early = self._early, deque()
         with closing(self._all(layer, need, early)) as groups:
             yield groups
 
-    def _all(self, layer: int, need: Callable[[], Need], early: Staged | None) -> Generator[Group]:
-        num_experts, first = self._store.layers[layer].num_experts, 0
+    def _all(self, layer: int, need: Callable[[], Need], early: deque[Staged]) -> Generator[Group]:
+        num_experts = self._store.layers[layer].num_experts
         resident_E = self._store.placement.resident[layer, :num_experts]
-        if early is not None:
-            # Of its range nothing more is brought: where residency has changed since, a record is
-            # read in place. It is the last range if nothing is missing behind it.
-            first = early.experts[-1] + 1
-            first = num_experts if resident_E[first:].all() else first
-            only = _Range(0, first, early.experts)
-            yield from self._run(layer, [only], early, goes_on=False)
+        here, first = self._early_ranges(early, resident_E)
+        yield from self._run(layer, here, early, goes_on=False)
         known = need()
         missing = np.flatnonzero(known.used_E & ~resident_E) if known.use_ring else np.array([])
         ranges = self._ranges(layer, first, missing[missing >= first].tolist())
         goes_on = known.use_ring and known.num_used >= PREFETCH_SHARE * num_experts
         yield from self._run(layer, ranges, goes_on=goes_on and self._overlap)
 
+    @staticmethod
+    def _early_ranges(early: Sequence[Staged], resident_E: BoolArray) -> tuple[list[_Range], int]:
+        """Ranges of what was prefetched, and the first expert behind them.
+
+        Nothing more is brought of them: where residency has changed since, a record is read in
+        place. The last range is the layer's last if nothing is missing behind it.
+        """
+        ranges, first = [], 0
+        for staged in early:
+            stop = staged.experts[-1] + 1
+            if staged is early[-1] and resident_E[stop:].all():
+                stop = len(resident_E)
+            ranges.append(_Range(first, stop, staged.experts))
+            first = stop
+        return ranges, first
+
     def _run(
-        self, layer: int, ranges: Sequence[_Range], early: Staged | None = None, *, goes_on: bool
+        self, layer: int, ranges: Sequence[_Range], early: Sequence[Staged] = (), *, goes_on: bool
     ) -> Generator[Group]:
-        """Keeps every idle buffer on its way ahead of the group that is computed on."""
-        ahead = deque[Staged]() if early is None else deque([early])
-        todo = deque(part.experts for part in ranges if part.experts)
-        if early is not None:
-            todo.popleft()
+        """Keeps every idle buffer on its way ahead of the group that is computed on.
+
+        Args:
+            early: what is on its way already, of the first ranges.
+        """
+        ahead = deque(early)
+        todo = deque([part.experts for part in ranges if part.experts][len(early) :])
         staged = None
         try:
             for part in ranges:
@@ -161,7 +178,7 @@ class ExpertStream:
                 if staged is not None:
                     self._ring.release(staged)
                     staged = None
-            if goes_on:  # no buffer was idle before
+            if goes_on:  # into buffers that were not idle before
                 self.prefetch(layer + 1)
         finally:  # after an error, here or in the caller
             for left in (*ahead, *([] if staged is None else [staged])):

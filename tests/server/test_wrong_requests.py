@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from typing import Any
 
@@ -11,6 +12,13 @@ import httpx2
 import openai
 import pytest
 from clients import NAME, Scripted
+from pydantic import BaseModel, ValidationError
+
+from hotset.server.chat import ChatBody
+from hotset.server.completions import CompletionBody
+from hotset.server.errors import problem_of_fields
+from hotset.server.messages import MessageBody
+from hotset.server.responses import ResponseBody
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = {"model": NAME, "messages": USER}
@@ -90,7 +98,21 @@ def test_lengths_that_are_none(server: Scripted, name: str, value: object) -> No
 def test_longer_than_the_context(server: Scripted) -> None:
     """LC-01, LC-10: clients know the code; the next request is served."""
     error = refused(server, max_tokens=1_000_000)
-    assert error["code"] == "context_length_exceeded" and "4096" in error["message"]
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages"
+    assert "maximum context length is 4096 tokens" in error["message"]
+    for path, name in (("/v1/completions", "prompt"), ("/v1/responses", "input")):
+        _, body = post(server, path, {"model": NAME, name: "x" * 5000})
+        found = body["error"]["code"], body["error"]["param"]
+        assert found == ("context_length_exceeded", name)
+    post_message = server.anthropic().messages.create
+    for content, words in (
+        ("x" * 5000, r"prompt is too long: \d+ tokens > 4096 maximum"),
+        ("hi", r"`max_tokens` exceed context limit: \d+ \+ 5000 > 4096"),
+    ):
+        turn: Any = [{"role": "user", "content": content}]
+        with pytest.raises(anthropic.BadRequestError, match=words) as info:
+            post_message(model=NAME, messages=turn, max_tokens=5000)
+        assert info.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     assert post(server, "/v1/chat/completions", CHAT)[0] == 200
 
 
@@ -223,3 +245,30 @@ def test_words_that_are_no_http(server: Scripted) -> None:
             connection.sendall(data)
             assert connection.recv(1000).startswith(b"HTTP/1.1 4")
     assert httpx2.get(f"{server.url}/health").status_code == 200
+
+
+# What a library says of a body, and nobody else.
+LIBRARY_WORDS = re.compile(
+    r"pydantic|[Ii]nput should|[Ii]nput tag|[Vv]alidation|Value error|Field required|Extra input"
+    r"|valid (?:string|integer|number|list|dictionary|boolean)|discriminator|NoneType"
+)
+WRONG: list[Any] = [True, -1, 1.5, 10**30, "", "x" * 2000, [], [1], {"type": "x"}]
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponseBody, MessageBody])
+def test_errors_are_in_our_words(body: type[BaseModel]) -> None:
+    """Every field with every kind of value, within lists and objects too."""
+    right = {"model": NAME, "messages": USER, "prompt": "hi", "input": "hi", "max_tokens": 1}
+    base = {name: value for name, value in right.items() if name in body.model_fields}
+    body.model_validate(base)
+    num_refused = 0
+    for name in body.model_fields:
+        nested = [[value] for value in WRONG] + [{"type": value} for value in WRONG]
+        for value in (*WRONG, *nested, *[[{"role": "user", "content": w}] for w in WRONG]):
+            try:
+                body.model_validate({**base, name: value})
+            except ValidationError as error:
+                problem, num_refused = problem_of_fields(error.errors()), num_refused + 1
+                words = LIBRARY_WORDS.search(problem.message)
+                assert not words and "a value that it cannot have" not in problem.message, problem
+    assert num_refused > 100 and LIBRARY_WORDS.search("Input should be a valid string"), "control"

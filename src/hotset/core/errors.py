@@ -61,7 +61,26 @@ class RequestError(HotsetError):
 
 
 class ContextLengthError(RequestError):
-    """Prompt and answer together are longer than the context."""
+    """Prompt and answer together are longer than the context.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+        num_new: most new tokens that were asked for; `None` where nothing was said.
+        context_tokens: the limit.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        hint: str | None = None,
+        num_prompt: int,
+        num_new: int | None,
+        context_tokens: int,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.num_prompt, self.num_new = num_prompt, num_new
+        self.context_tokens = context_tokens
 
 
 class QueueFullError(RequestError):

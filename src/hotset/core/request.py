@@ -213,5 +213,8 @@ def check_length(num_prompt: int, max_tokens: int | None, context_tokens: int) -
         raise ContextLengthError(
             f"{prompt}{asked} do not fit the context of {context_tokens}",
             hint="shorten the prompt, lower `max_tokens`, or load with a larger `--context`",
+            num_prompt=num_prompt,
+            num_new=max_tokens,
+            context_tokens=context_tokens,
         )
     return max_tokens or room

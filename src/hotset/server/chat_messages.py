@@ -55,12 +55,7 @@ class ChatMessage(wire.Part):
     @field_validator("content", mode="before")
     @classmethod
     def _only_text(cls, value: object) -> object:
-        parts = value if isinstance(value, list) else []
-        for number, part in enumerate(parts):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind != "text":
-                raise ValueError(f"`content[{number}].type` is {kind!r}: only `text` is supported")
-        return value
+        return wire.check_parts(value, ("text",), "only `text` is supported")
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:

@@ -11,6 +11,9 @@ from http import HTTPStatus
 from typing import Any
 
 from hotset.core.errors import ContextLengthError, HotsetError, RequestError
+from hotset.server.field_errors import reason_of
+
+_TOO_LONG = "context_length_exceeded"
 
 ANTHROPIC_PATHS = "/v1/messages"
 
@@ -24,6 +27,12 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# What a prompt is called on a path.
+_PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+}
 # Names of branches that pydantic puts into the path of an error, which are no parameters.
 _BRANCHES = frozenset({"body", "str", "int", "float", "bool", "list", "dict"})
 
@@ -37,6 +46,7 @@ class Problem:
         message: one sentence, with a hint where there is one.
         param: the parameter that is wrong, as a path: `messages[0].role`.
         code: a word for programs.
+        anthropic: the message for Anthropic's clients, where they look for words of its own.
         retry_after_seconds: when to come again.
     """
 
@@ -45,6 +55,7 @@ class Problem:
     param: str | None = None
     code: str | None = None
     retry_after_seconds: int | None = None
+    anthropic: str | None = None
 
     @property
     def headers(self) -> dict[str, str]:
@@ -56,10 +67,12 @@ class Problem:
         if path.startswith(ANTHROPIC_PATHS):
             kind = "api_error" if self.status >= 500 else "invalid_request_error"
             kind = _ANTHROPIC_TYPES.get(self.status, kind)
-            return {"type": "error", "error": {"type": kind, "message": self.message}}
+            message = self.anthropic or self.message
+            return {"type": "error", "error": {"type": kind, "message": message}}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _OPENAI_TYPES.get(self.status, kind)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        param = _PROMPTS.get(path) if self.code == _TOO_LONG else self.param
+        error = {"message": self.message, "type": kind, "param": param, "code": self.code}
         return {"error": error}
 
 
@@ -80,12 +93,25 @@ def problem_of(error: Exception) -> Problem:
     if isinstance(error, HttpError):
         return error.problem
     if isinstance(error, ContextLengthError):
-        return Problem(400, _one_line(error), code="context_length_exceeded")
+        return _too_long(error)
     if isinstance(error, RequestError):
         return Problem(400, _one_line(error), param=error.option)
     if isinstance(error, HotsetError):
         return Problem(500, _one_line(error), code="engine_error")
     return Problem(500, "internal error; the server's log has it", code="internal_error")
+
+
+def _too_long(error: ContextLengthError) -> Problem:
+    """In words that clients of either API look for, to shorten a conversation by themselves."""
+    prompt, new, limit = error.num_prompt, error.num_new, error.context_tokens
+    anthropic = f"prompt is too long: {prompt} tokens > {limit} maximum"
+    if new is not None and prompt < limit:
+        anthropic = (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {new} > {limit}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    message = f"this model's maximum context length is {limit} tokens: {_one_line(error)}"
+    return Problem(400, message, code=_TOO_LONG, anthropic=anthropic)
 
 
 def failed_in_a_step(error: HotsetError) -> HttpError:
@@ -119,8 +145,8 @@ def problem_of_fields(errors: Sequence[Mapping[str, Any]]) -> Problem:
         return Problem(
             400, f"`{param}` is missing" if param else "the body is missing", param=param
         )
-    message = str(error["msg"]).removeprefix("Value error, ")
-    named = message if "`" in message else f"`{param or 'body'}`: {message}"
+    reason = reason_of(error)
+    named = reason if "`" in reason else f"`{param or 'body'}` {reason}"
     return Problem(400, named, param=param)
 
 

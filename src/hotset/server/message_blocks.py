@@ -67,12 +67,7 @@ class MessageParam(wire.Part):
     @field_validator("content", mode="before")
     @classmethod
     def _known_blocks(cls, value: object) -> object:
-        blocks = value if isinstance(value, list) else []
-        for number, block in enumerate(blocks):
-            kind = block.get("type") if isinstance(block, dict) else None
-            if kind not in _KINDS:
-                raise ValueError(f"`content[{number}].type` is {kind!r}: it is not supported")
-        return value
+        return wire.check_parts(value, _KINDS, "it is not supported")
 
 
 def to_template(

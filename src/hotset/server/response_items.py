@@ -35,12 +35,7 @@ class MessageItem(wire.Part):
     @field_validator("content", mode="before")
     @classmethod
     def _only_text(cls, value: object) -> object:
-        parts = value if isinstance(value, list) else []
-        for number, part in enumerate(parts):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind not in _TEXTS:
-                raise ValueError(f"`content[{number}].type` is {kind!r}: only text is supported")
-        return value
+        return wire.check_parts(value, _TEXTS, "only text is supported")
 
 
 class CallItem(wire.Part):

@@ -125,6 +125,22 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] = False
 
 
+def check_parts(value: object, known: Sequence[str], words: str) -> object:
+    """A content, if it is no list or each of its parts has a known type.
+
+    Args:
+        words: what is said of any other type.
+
+    Raises:
+        ValueError: one has another type.
+    """
+    for number, part in enumerate(value if isinstance(value, list) else []):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in known:
+            raise ValueError(f"`content[{number}].type` is {kind!r}: {words}")
+    return value
+
+
 def stops(value: str | Sequence[str] | None) -> tuple[str, ...]:
     """One string, several, or none."""
     if value is None:

@@ -1,0 +1,107 @@
+"""The experts of a model as the plugin keeps them, driven as vLLM drives them, without vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hotset.core.errors import CheckpointError
+from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
+from hotset.integrations.vllm.config import PluginConfig
+from hotset.integrations.vllm.model import ModelExperts
+from hotset.integrations.vllm.verify import verify_experts
+from hotset.kernels import reference
+
+NUM_LAYERS, NUM_EXPERTS, TOP_K = 2, 8, 2
+SPEC = ExpertSpec.build(
+    hidden=32, intermediate=16, gate=Gate(GateForm.PLAIN), has_bias=False, dtype="float32"
+)
+
+
+def make_model(*, num_slots: int = 6, damaged: bool = False, **options: Any) -> ModelExperts:
+    """Layers added while another device is the default, as vLLM builds models; then loaded."""
+    config = PluginConfig(vram_bytes=num_slots * SPEC.record_bytes, poison=True, **options)
+    model = ModelExperts(config, torch.device("cpu"))
+    with torch.device("meta"):
+        for index in range(NUM_LAYERS):
+            model.add(MoELayer(f"layers.{index}", NUM_EXPERTS, TOP_K, SPEC))
+    source = torch.Generator().manual_seed(0)
+    for bank in model.banks:
+        weights = bank.view(torch.float32)
+        weights.copy_(torch.randn(weights.shape, generator=source) * 0.2)
+    if damaged:
+        model.banks[1].view(torch.float32)[100] = torch.inf
+    assert [model.loaded(index) for index in range(NUM_LAYERS)] == [False, True]
+    return model
+
+
+def step(model: ModelExperts, num_tokens: int, seed: int, layers: int = NUM_LAYERS) -> torch.Tensor:
+    """One forward, of which `layers` layers run; compared with the specification bit for bit."""
+    source = np.random.default_rng(seed)
+    x_TH = torch.tensor(source.normal(size=(num_tokens, SPEC.hidden)), dtype=torch.float32)
+    for index in range(layers):
+        chosen = [source.permutation(NUM_EXPERTS)[:TOP_K] for _ in range(num_tokens)]
+        ids_TK = torch.tensor(np.array(chosen), dtype=torch.int32)
+        weights_TK = torch.tensor(source.random((num_tokens, TOP_K)), dtype=torch.float32)
+        addresses = [model.store.arena.address(index, expert) for expert in range(NUM_EXPERTS)]
+        y_TKH = reference.expert_outputs(x_TH, ids_TK, torch.tensor(addresses), SPEC)
+        want_TH = reference.combine(y_TKH, weights_TK, torch.float32)
+        with torch.inference_mode():
+            got_TH = model.run(index, x_TH, ids_TK, weights_TK)
+        if num_tokens <= 64:  # beyond, the sum is in the order of the experts
+            assert torch.equal(got_TH, want_TH)
+        x_TH = want_TH
+    return x_TH
+
+
+def test_steps_are_counted_filled_and_right() -> None:
+    model = make_model()
+    for seed in range(12):
+        step(model, 1 + seed % 3, seed)
+    assert model.traffic.steps == 11, "the newest step is counted when the next begins"
+    model.end_step()
+    assert model.traffic.steps == 12
+    assert model.traffic.fills > 0 and 0 < model.traffic.hits < model.traffic.used
+    assert verify_experts(model) == []
+
+
+def test_long_steps_among_short_ones() -> None:
+    model = make_model(staging="ring", num_slots=8)
+    for seed, num_tokens in enumerate([100, 2, 70, 1, 1, 100]):
+        step(model, num_tokens, seed)
+    assert verify_experts(model) == []
+    assert model.traffic.steps == 6
+
+
+def test_a_step_that_breaks_off_leaves_slots_right() -> None:
+    model = make_model()
+    step(model, 2, 0)
+    step(model, 2, 1, layers=1)
+    step(model, 2, 2)
+    assert verify_experts(model) == []
+    assert model.traffic.steps == 2, "the broken one is not counted"
+
+
+@pytest.mark.parametrize("num_slots", [0, NUM_LAYERS * NUM_EXPERTS])
+def test_nothing_moves_without_slots_or_with_all(num_slots: int) -> None:
+    model = make_model(num_slots=num_slots)
+    step(model, 3, 0)
+    assert model.policy.name == "none" and verify_experts(model) == []
+
+
+def test_a_wrong_slot_is_found() -> None:
+    """The control of every `verify_experts(model) == []` here."""
+    model = make_model()
+    slot = int(model.store.placement.slot_of[model.store.placement.resident][0])
+    model.store.slots.view(slot)[3] ^= 0x40
+    wrong = verify_experts(model)
+    assert any("differs from" in one for one in wrong)
+    assert any("gives other bits" in one for one in wrong)
+
+
+def test_damaged_weights_are_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"expert 0 in `layers\.1`"):
+        make_model(damaged=True)

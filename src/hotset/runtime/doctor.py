@@ -198,7 +198,7 @@ def _of_host(machine: Machine, environment: Environment) -> list[Finding]:
         found.append(
             Finding(
                 f"RAM ({format_bytes(host.total_bytes)}) is less than device memory "
-                f"({format_bytes(machine.vram_total_bytes)}): experts that find no room in RAM keep "
+                f"({format_bytes(machine.vram_total_bytes)}): experts without room in RAM keep "
                 "slots, which then cannot follow the text",
                 "add memory, or use a smaller model or format",
             )

@@ -18,7 +18,7 @@ from hotset.core.errors import CapacityError, HardwareError
 from hotset.core.record import ALIGN_BYTES
 from hotset.core.units import MIB
 from hotset.experts import arena as arena_module
-from hotset.experts.arena import HostArena
+from hotset.experts.arena import HostArena, make_bank
 
 
 def test_addresses_are_where_the_bytes_are() -> None:
@@ -62,6 +62,37 @@ def test_a_layer_without_experts_takes_nothing() -> None:
     """HR-04: an empty bank among others is no error and moves nothing else."""
     arena = HostArena(layers(3, 0, 2), pinned=False)
     assert arena.offset(2, 0) == arena.offset(1, 0) == 3 * expert().record_bytes
+
+
+def test_banks_that_were_written_before_all_layers_were_known_are_an_arena() -> None:
+    moe = layers(5, 3, experts=[expert(), expert(40, 8, bias=True)])
+    banks = [make_bank(spec.num_experts, spec.expert.record_bytes) for spec in moe]
+    for layer, (bank, spec) in enumerate(zip(banks, moe, strict=True)):
+        for index in range(spec.num_experts):
+            bank[index * spec.expert.record_bytes :][: spec.expert.record_bytes] = (
+                10 * layer + index
+            )
+    arena = HostArena(moe, pinned=False, banks=banks)
+    assert arena.nbytes == sum(bank.numel() for bank in banks)
+    for layer, spec in enumerate(moe):
+        for index in range(spec.num_experts):
+            record = arena.record(layer, index)
+            assert record.numel() == spec.expert.record_bytes
+            assert set(record.tolist()) == {10 * layer + index}
+            assert arena.address(layer, index) == record.data_ptr()
+            assert arena.address(layer, index) % ALIGN_BYTES == 0
+
+
+def test_every_bank_is_registered_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at the device's own address."""
+    driver = FakeDriver(monkeypatch, offset=1 << 40)
+    moe = layers(5, 3)
+    banks = [make_bank(spec.num_experts, spec.expert.record_bytes) for spec in moe]
+    arena = HostArena(moe, pinned=True, banks=banks)
+    assert driver.registered == [(bank.data_ptr(), bank.numel()) for bank in banks]
+    assert arena.address(1, 2) == arena.record(1, 2).data_ptr() + (1 << 40)
+    arena.close()
+    assert driver.unregistered == [bank.data_ptr() for bank in banks]
 
 
 @pytest.mark.parametrize("num_bytes", [129 * MIB, 33 * MIB + 4096])

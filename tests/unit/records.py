@@ -17,7 +17,7 @@ from torch import nn
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
 from hotset.core.placement import Placement
 from hotset.core.slot_pools import SlotPools
-from hotset.core.staging import StagingRule
+from hotset.core.staging import DequantiseRule, StagingRule
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import ReferenceKernels
 from hotset.runtime.expert_stream import ExpertStream
@@ -116,6 +116,7 @@ def runner(
     log: RoutingLog | None = None,
     post_norm: nn.Module | None = None,
     tee: Tee | None = None,
+    dequantise: DequantiseRule | None = None,
 ) -> MoERunner:
     """Runs a layer's experts: missing records staged through the ring, or in place."""
     module: Any = SimpleNamespace(has_post_expert_norm=post_norm is not None)
@@ -129,6 +130,7 @@ def runner(
         stream=stream or ExpertStream(store),
         staging=StagingRule("ring" if use_ring else "in-place"),
         tee=tee,
+        dequantise=dequantise,
     )
 
 

@@ -13,7 +13,7 @@ from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.plan import Line
 from hotset.core.record import DTYPE_BYTES, align_up
 from hotset.core.slot_split import SlotSplit
-from hotset.core.staging import block_tokens
+from hotset.core.staging import block_tokens, dequantised_records
 from hotset.core.units import GIB, MIB, format_bytes
 
 # What a CUDA context and the kernels loaded into it take before the first allocation (measured:
@@ -131,7 +131,23 @@ def expert_workspaces(layers: Sequence[MoELayer], kernels: str) -> tuple[Workspa
             most_tokens=max(block_tokens(layer.expert, layer.top_k) for layer in layers),
         ),
         Workspace("expert workspace", note, bytes_per_token=max(map(_kept_bytes, layers))),
+        *_dequantised_workspace(layers),
     )
+
+
+def _dequantised_workspace(layers: Sequence[MoELayer]) -> Iterator[Workspace]:
+    """Records that a prompt has dequantised at a time, of the layer that needs most."""
+    packed = [layer for layer in layers if not layer.expert.is_plain]
+    if packed:
+        yield Workspace(
+            "dequantised experts",
+            "some experts of a layer as plain weights, while a prompt multiplies with them",
+            fixed_bytes=max(
+                dequantised_records(layer.expert, layer.num_experts)
+                * layer.expert.as_plain().record_bytes
+                for layer in packed
+            ),
+        )
 
 
 def _kept_bytes(layer: MoELayer) -> int:

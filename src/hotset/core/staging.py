@@ -1,4 +1,5 @@
-"""Whether missing records are read in place or staged by the copy engine, and sizes of blocks.
+"""Whether missing records are read in place or staged by the copy engine, whether quantised ones
+are dequantised before they are multiplied, and sizes of blocks.
 
 Pure arithmetic on counts, bytes and rates. In place, a record is read once for each kernel block
 that has tokens for it, at the zero-copy rate; staged, it is copied once, and each copy and each
@@ -28,6 +29,15 @@ GROUP_US = 50.0
 _OUTPUT_BYTES = 256 * 2**20
 _MOST_BLOCK_TOKENS = 4096
 _LEAST_BLOCK_TOKENS = 256
+
+# Picoseconds a weight of 4 bits takes on an H200, from rates and counts of instructions, not timed:
+# made in registers and multiplied with 128 tokens, 0.3 and 0.4, one after the other; dequantised,
+# 1.0 for the 4 bytes that are written and read, then 0.4 for each 128 tokens. So with one block of
+# 128 tokens an expert it does not pay, with two it begins to.
+DEQUANTISE_TOKENS = 128
+# Dequantised weights at a time. Of Qwen3-30B-A3B they are 28 experts, enough blocks of 128 tokens
+# to fill a large card a few times over; more would only take memory from slots.
+_DEQUANTISED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,28 @@ class StagingRule:
         in_place_us = num_reads * record_bytes / self.link_gbps / 1e3
         ring_us = len(missing) * record_bytes / self.copy_gbps / 1e3
         return ring_us + num_copies * COPY_US + num_groups * GROUP_US < in_place_us
+
+
+@dataclass(frozen=True)
+class DequantiseRule:
+    """Chooses for one block of tokens, by its shape alone: sums may round elsewhere.
+
+    Attributes:
+        expert_tokens: from so many tokens of an expert on average its weights are made once,
+            beforehand, and not in registers once for each kernel block.
+    """
+
+    expert_tokens: float = DEQUANTISE_TOKENS
+
+    def pays(self, num_tokens: int, *, spec: ExpertSpec, top_k: int, num_experts: int) -> bool:
+        return not spec.is_plain and num_tokens * top_k >= self.expert_tokens * num_experts
+
+
+def dequantised_records(spec: ExpertSpec, num_experts: int) -> int:
+    """Records of a layer that are dequantised at a time; none where they are plain."""
+    if spec.is_plain:
+        return 0
+    return min(num_experts, max(1, _DEQUANTISED_BYTES // spec.as_plain().record_bytes))
 
 
 def block_tokens(spec: ExpertSpec, top_k: int) -> int:

@@ -20,8 +20,8 @@ from hotset.runtime.blocks import Block
 PostNorm = Callable[[torch.Tensor], torch.Tensor]
 
 
-class BlockSum(Protocol):
-    """A block of tokens on its way through a layer."""
+class Adds(Protocol):
+    """Runs a layer's experts range by range."""
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
         """Runs the experts `first` .. `stop` - 1 on their tokens.
@@ -29,6 +29,10 @@ class BlockSum(Protocol):
         Args:
             address_E: where each is read; 0 for experts outside the range.
         """
+
+
+class BlockSum(Adds, Protocol):
+    """A block of tokens on its way through a layer."""
 
     @property
     def num_tokens(self) -> int:
@@ -100,7 +104,8 @@ class ManyTokens:
     """One running sum for each token; outputs live only until they are added.
 
     Args:
-        kernels, spec: of the layer.
+        kernels: of the layer.
+        spec: of the records that it is given addresses of.
         block: the tokens.
         num_experts: E.
         post_norm: applied to each output before it is weighted.
@@ -145,6 +150,11 @@ class ManyTokens:
     @property
     def kernel_tokens(self) -> int:
         return self._grouping.block_tokens
+
+    @property
+    def used(self) -> torch.Tensor:
+        """[E] bool, experts that have tokens of the block."""
+        return self._grouping.counts_E > 0
 
     def total(self) -> torch.Tensor:
         return self._sum_TH.to(self._block.x_TH.dtype)

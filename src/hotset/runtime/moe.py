@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from hotset.core.slot_pools import BoolArray, IntArray
-from hotset.core.staging import StagingRule, block_tokens
+from hotset.core.staging import DequantiseRule, StagingRule, block_tokens
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.match_reference import LayerMatch
-from hotset.runtime.block_sums import BlockSum, FewTokens, ManyTokens, PostNorm
+from hotset.runtime.block_sums import Adds, BlockSum, FewTokens, ManyTokens, PostNorm
 from hotset.runtime.blocks import Block
+from hotset.runtime.dequantised import DequantisedExperts
 from hotset.runtime.expert_stream import ExpertStream, Need
 from hotset.runtime.routing import RoutingLog
 from hotset.runtime.tee import Tee
@@ -43,6 +44,7 @@ class MoERunner:
         stream: stages missing records for blocks of many tokens; `None` reads all in place.
         staging: in place or through the ring; with a stream, default by cost. No output changes
             by a bit.
+        dequantise: for which blocks of a prompt quantised weights are made beforehand.
         fills: what a `FillPlanner` gives for this layer: steps of up to `MATCH_TOKENS` tokens then
             fill slots as they read. `None` never does, and launches nothing for it.
         tee: gives slots to records that pass through the ring; told what prompts route.
@@ -58,6 +60,7 @@ class MoERunner:
         log: RoutingLog,
         stream: ExpertStream | None = None,
         staging: StagingRule | None = None,
+        dequantise: DequantiseRule | None = None,
         fills: LayerMatch | None = None,
         tee: Tee | None = None,
     ) -> None:
@@ -73,6 +76,7 @@ class MoERunner:
         self._kernels = kernels
         self._log = log
         self._stream, self._staging, self._tee = stream, staging or StagingRule(), tee
+        self._dequantise = dequantise or DequantiseRule()
         self._fills = fills
         # Steps that could fill run the filling kernel whether they do or not: it is another
         # program to the compiler, which may then order its sums differently (seen on an H200
@@ -113,10 +117,11 @@ class MoERunner:
         def need() -> Need:
             return self._need(fetched(), sums, resident_E)
 
+        adders = self._adders(sums)
         if self._stream is not None:
-            self._add_groups(sums, self._stream, need)
+            self._add_groups(adders, self._stream, need)
         else:
-            self._add(sums, self._store.table.row(self._layer), 0, self._spec.num_experts)
+            self._add(adders, self._store.table.row(self._layer), 0, self._spec.num_experts)
         used_E = need().used_E
         self._log.count_layer(
             self._layer, used=int(used_E.sum()), hits=int((used_E & resident_E).sum())
@@ -135,13 +140,31 @@ class MoERunner:
     def _open(self, part: Block) -> BlockSum:
         if part.num_tokens <= MATCH_TOKENS:
             return self._few(part, self._no_fill_E)
+        plain = self._is_dequantised(part.num_tokens)
         return ManyTokens(
             self._kernels,
-            self._spec.expert,
+            self._spec.expert.as_plain() if plain else self._spec.expert,
             part,
             num_experts=self._spec.num_experts,
             post_norm=self._post_norm,
         )
+
+    def _is_dequantised(self, num_tokens: int) -> bool:
+        """Whether a block's experts are plain records by the time it runs; see `DequantiseRule`."""
+        layer = self._spec
+        return num_tokens > MATCH_TOKENS and self._dequantise.pays(
+            num_tokens, spec=layer.expert, top_k=layer.top_k, num_experts=layer.num_experts
+        )
+
+    def _adders(self, sums: Sequence[BlockSum]) -> list[Adds]:
+        """What runs a range of experts: blocks, and one for all that want them dequantised."""
+        plain = [one for one in sums if self._is_dequantised(one.num_tokens)]
+        adders: list[Adds] = [one for one in sums if not self._is_dequantised(one.num_tokens)]
+        if plain:
+            many = cast(list[ManyTokens], plain)
+            device = self._store.device
+            adders.append(DequantisedExperts(self._kernels, self._spec, many, device))
+        return adders
 
     def _few(self, block: Block, fill_E: torch.Tensor) -> FewTokens:
         return FewTokens(
@@ -156,21 +179,25 @@ class MoERunner:
             return False
         kernel_tokens_P1 = np.array([[one.kernel_tokens] for one in sums])
         reads_PE = -(-counts_PE // kernel_tokens_P1)
+        # Dequantised, a record is read once for all its blocks.
+        plain_P = np.array([self._is_dequantised(one.num_tokens) for one in sums])
+        once_E = counts_PE[plain_P].sum(axis=0) > 0
+        reads_E = reads_PE[~plain_P].sum(axis=0) + once_E
         return self._staging.use_ring(
             np.flatnonzero(missing_E).tolist(),
-            num_reads=int(reads_PE[:, missing_E].sum()),
+            num_reads=int(reads_E[missing_E].sum()),
             record_bytes=self._spec.expert.record_bytes,
             group_records=self._stream.room(self._layer),
         )
 
     def _add_groups(
-        self, sums: Sequence[BlockSum], stream: ExpertStream, need: Callable[[], Need]
+        self, adders: Sequence[Adds], stream: ExpertStream, need: Callable[[], Need]
     ) -> None:
         """Groups outermost: each record is staged once for all blocks."""
         swaps = None
         with stream.groups(self._layer, need) as groups:
             for group in groups:
-                self._add(sums, group.address_E, group.first, group.stop)
+                self._add(adders, group.address_E, group.first, group.stop)
                 if self._tee is None or group.staged is None:
                     continue
                 swaps = swaps or self._tee.swaps(self._layer, need().used_E)
@@ -179,8 +206,8 @@ class MoERunner:
             swaps.finish()
 
     @staticmethod
-    def _add(sums: Sequence[BlockSum], address_E: torch.Tensor, first: int, stop: int) -> None:
-        for one in sums:
+    def _add(adders: Sequence[Adds], address_E: torch.Tensor, first: int, stop: int) -> None:
+        for one in adders:
             one.add(address_E, first=first, stop=stop)
 
 

@@ -1,0 +1,59 @@
+"""Quantised experts on their way through a prompt's layer: a few at a time as plain records.
+
+    for a few experts: dequantise each that has tokens, once; then every block multiplies with them
+
+Works on addresses and ranges of expert ids. Where a record lies, and how many are dequantised at a
+time, cannot change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hotset.core.geometry import MoELayer
+from hotset.core.staging import dequantised_records
+from hotset.kernels.dispatch import Kernels
+from hotset.runtime.block_sums import ManyTokens
+
+
+class DequantisedExperts:
+    """Room for some plain records of a layer, and what runs over them.
+
+    Args:
+        kernels: that write them.
+        layer: MoE layer of the experts.
+        sums: blocks made for plain records.
+        device: of records and blocks.
+    """
+
+    def __init__(
+        self, kernels: Kernels, layer: MoELayer, sums: Sequence[ManyTokens], device: torch.device
+    ) -> None:
+        self._kernels, self._spec, self._sums = kernels, layer.expert, sums
+        size = dequantised_records(layer.expert, layer.num_experts)
+        plain_bytes = layer.expert.as_plain().record_bytes
+        self._plain_ND = torch.empty(size, plain_bytes, dtype=torch.uint8, device=device)
+        places_N = torch.arange(size, dtype=torch.int64, device=device) * plain_bytes
+        self._address_N = places_N + self._plain_ND.data_ptr()
+        # What has no tokens is not read: it may lie behind the link.
+        self._used_E = torch.stack([one.used for one in sums]).any(dim=0)
+
+    def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
+        """Runs the experts `first` .. `stop` - 1 on their tokens of every block.
+
+        Args:
+            address_E: where each quantised record is read; 0 for experts outside the range.
+        """
+        packed_E = address_E * self._used_E
+        size = len(self._plain_ND)
+        for start in range(first, stop, size):
+            end = min(start + size, stop)
+            packed_N = packed_E[start:end].contiguous()
+            room_ND = self._plain_ND[: end - start]
+            self._kernels.dequantise_records(packed_N, self._spec, room_ND)
+            plain_E = torch.zeros_like(packed_E)
+            plain_E[start:end] = self._address_N[: end - start] * (packed_N != 0)
+            for one in self._sums:
+                one.add(plain_E, first=start, stop=end)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from hotset.core.config import EngineConfig
 from hotset.core.errors import CapacityError, ConfigError
-from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
+from hotset.core.geometry import ExpertSpec, Gate, GateForm, ModelGeometry, MoELayer
 from hotset.integrations.vllm.command import Listening, command_line
 from hotset.integrations.vllm.config import PluginConfig
 from hotset.integrations.vllm.sizes import sizes_within
@@ -80,12 +81,18 @@ def test_a_budget_below_the_ring_is_refused_with_the_least() -> None:
         sizes_within(LAYERS, 2 * RECORD - 1, use_ring=True)
 
 
-def line_of(**options: Any) -> list[str]:
+@cache
+def pocket_geometry() -> ModelGeometry:
+    return describe("pocket").geometry
+
+
+def line_of(on: str = "cuda", **options: Any) -> list[str]:
     settings = {"device": "cpu", "vram": "80MiB", "context": 512, "max_batch": 2} | options
     config = EngineConfig.from_options("pocket", **settings)
-    _, plan = plan_engine(describe("pocket").geometry, config)
+    _, plan = plan_engine(pocket_geometry(), config)
     listening = Listening(host="127.0.0.1", port=8000, names=("a", "b"), api_keys=("secret",))
-    return command_line("/models/pocket", plan=plan, config=config, listening=listening)
+    folder = "/models/pocket"
+    return command_line(folder, plan=plan, device=on, config=config, listening=listening)
 
 
 def test_the_command_line_has_the_numbers_of_the_plan() -> None:
@@ -105,6 +112,11 @@ def test_the_command_line_has_the_numbers_of_the_plan() -> None:
 def test_no_graphs_is_eager() -> None:
     line = line_of(graphs=False)
     assert "--enforce-eager" in line and "--compilation-config" not in line
+
+
+def test_a_cpu_has_no_graphs_to_cut() -> None:
+    line = line_of("cpu")
+    assert "--enforce-eager" not in line and "--compilation-config" not in line
 
 
 @pytest.mark.parametrize(

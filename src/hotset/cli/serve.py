@@ -234,7 +234,7 @@ def _become(
     require_installed()
     config = engine_settings
     folder = resolve_model(config.model, config.revision)
-    _, plan = plan_engine(describe(config.model, config.dtype).geometry, config)
+    machine, plan = plan_engine(describe(config.model, config.dtype).geometry, config)
     listening = Listening(
         host=server_settings.host,
         port=server_settings.port,
@@ -242,7 +242,13 @@ def _become(
         api_keys=server_settings.api_keys,
         cors_origins=server_settings.cors_origins,
     )
-    line = command_line(str(folder), plan=plan.require_fit(), config=config, listening=listening)
+    line = command_line(
+        str(folder),
+        plan=plan.require_fit(),
+        device=machine.device,
+        config=config,
+        listening=listening,
+    )
     hidden = ("***" if part in listening.api_keys else part for part in line)
     typer.echo(shlex.join(hidden), err=True)
     os.execv(line[0], line)

@@ -37,13 +37,14 @@ class Listening:
 
 
 def command_line(
-    folder: str, *, plan: MemoryPlan, config: EngineConfig, listening: Listening
+    folder: str, *, plan: MemoryPlan, device: str, config: EngineConfig, listening: Listening
 ) -> list[str]:
     """The arguments of the process, this Python first.
 
     Args:
         folder: of the checkpoint.
         plan: of this model here: its slots and ring, context, chunk and KV cache are kept.
+        device: `cuda` or `cpu`, of the plan.
         config: what the plan was made from.
 
     Raises:
@@ -70,10 +71,10 @@ def command_line(
     if config.dtype is not None:
         line += ["--dtype", config.dtype]
     line.append("--enable-prefix-caching" if config.prefix_reuse else "--no-enable-prefix-caching")
-    if config.graphs and config.compiled:
-        line += ["--compilation-config", json.dumps({"cudagraph_mode": "PIECEWISE"})]
-    else:
+    if not (config.graphs and config.compiled):
         line.append("--enforce-eager")
+    elif device == "cuda":
+        line += ["--compilation-config", json.dumps({"cudagraph_mode": "PIECEWISE"})]
     if listening.api_keys:
         line += ["--api-key", *listening.api_keys]
     if listening.cors_origins:

@@ -1,11 +1,13 @@
-"""A server process with a scripted scheduler: `python serve_scripted.py FOLDER [hang]`.
+"""A server process with a scripted scheduler: `python serve_scripted.py FOLDER [option]...`.
 
 Prints its URL. The tokenizer is that of the folder; a prompt is answered by 200 slow tokens, and
-with `hang` the step after the third token never ends.
+with `hang` the step after the third token never ends. `port=N` sets the port. With `forks` each
+line on stdin starts a server in a process of its own, once the one before has gone.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -34,14 +36,26 @@ class Slow(ScriptedScheduler):
         return super().step()
 
 
-def main() -> None:
-    text = Text(Path(sys.argv[1]), tiny_config("qwen3_moe"))
+def main(folder: str, options: list[str]) -> None:
+    ports = [int(option.removeprefix("port=")) for option in options if option.startswith("port=")]
+    config = ServerConfig(port=ports[0] if ports else 0)
+    if "forks" not in options:
+        answer(folder, config, hangs="hang" in options)
+        return
+    for _ in sys.stdin:
+        if (child := os.fork()) == 0:
+            answer(folder, config, hangs=False)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def answer(folder: str, config: ServerConfig, *, hangs: bool) -> None:
+    text = Text(Path(folder), tiny_config("qwen3_moe"))
     scheduler = Slow(lambda request: [70] * 200)
-    scheduler.hangs = sys.argv[2:] == ["hang"]
-    config = ServerConfig(port=0)
+    scheduler.hangs = hangs
     with bind(config) as bound:
         serve(served_by(scheduler, text), config, bound, ready=lambda url: print(url, flush=True))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1], sys.argv[2:])

@@ -58,6 +58,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     def start(*args: str) -> Server:
         process = subprocess.Popen(
             [sys.executable, str(TESTS / "server" / "serve_scripted.py"), str(folder), *args],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -124,6 +125,35 @@ def test_a_step_that_hangs_cannot_hold_the_process(servers: dict[str, Server]) -
     assert time.monotonic() - start <= 10
     reader.join(5)
     assert "the server is shutting down" in got[-1]
+
+
+def test_killed_and_started_again_five_times(start: Callable[..., Server]) -> None:
+    """FT-02: in the middle of an answer, on the same port; nothing of the one before is in the way.
+    Each server is a process forked from one that has imported everything, which takes the time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    forks = start(f"port={port}", "forks")
+    assert forks.process.stdin is not None
+    shared_before = set(Path("/dev/shm").glob("*"))
+    for number in range(6):
+        forks.process.stdin.write("next\n")
+        forks.process.stdin.flush()
+        forks.wait_ready()
+        assert forks.url.endswith(f":{port}")
+        (served,) = psutil.Process(forks.process.pid).children(recursive=True)
+        lines = forks.stream()
+        assert "data: " in next(lines), number
+        health = httpx2.get(f"{forks.url}/health").json()
+        assert (health["status"], health["requests"]) == ("ok", 1), "its own request alone"
+        if number < 5:
+            served.kill()
+            with pytest.raises(httpx2.HTTPError):
+                list(lines)
+        else:
+            assert list(lines)[-1] == "data: [DONE]"
+    assert set(Path("/dev/shm").glob("*")) <= shared_before, "no shared memory is left"
+    served.kill()
 
 
 def test_a_port_that_is_taken_is_refused_at_once() -> None:

@@ -67,3 +67,30 @@ def test_within_the_bound_wherever_records_are(name: str, num_tokens: int) -> No
         for field, value in slots.fields(expert).items():
             source = experts.fields(expert)[field]
             assert torch.equal(value.view(torch.uint8), source.view(torch.uint8)), field
+
+
+@pytest.mark.parametrize("zero", range(17))
+def test_every_int4_code_with_every_bfloat16_scale(zero: int) -> None:
+    """These are made in BF16, two at a time: subnormal and infinite scales and both zeros too."""
+    experts = make_experts(
+        1,
+        hidden=2048,
+        intermediate=128,
+        dtype="bfloat16",
+        weights=int4("bfloat16", group=8, has_zeros=True),
+    )
+    plain, fields = experts.spec.as_plain(), experts.fields(0)
+    scales = torch.arange(65536, dtype=torch.int32, device="cuda").to(torch.int16)
+    fields["up_scale"].copy_(scales.view(torch.bfloat16).view(fields["up_scale"].shape))
+    fields["up_zero"].fill_(zero)
+    for word in (0x76543210, 0xFEDCBA98 - 2**32):
+        fields["up"].view(torch.int32).fill_(word)
+        weights = []
+        for kernels in (TRITON, REFERENCE):
+            out = torch.zeros(1, plain.record_bytes, dtype=torch.uint8, device="cuda")
+            kernels.dequantise_records(experts.addresses, experts.spec, out)
+            weights.append(Experts(plain, out).fields(0)["up"])
+        number = ~weights[1].isnan()
+        assert torch.equal(~weights[0].isnan(), number)
+        got, want = (w.view(torch.int16)[number] for w in weights)
+        assert torch.equal(got, want)

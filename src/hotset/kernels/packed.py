@@ -190,6 +190,50 @@ def _load_scales(record, fill, rows, words, inside, exists, M: tl.constexpr, FIL
 
 
 @triton.jit
+def _halves_as(both, OUT: tl.constexpr):
+    """Two BF16 numbers that share a word, as BF16 or FP32."""
+    if OUT == tl.float32:  # noqa: SIM300
+        low, high = _split_halves(both)
+    else:
+        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _twice(x):
+    """FP32 numbers that BF16 holds, as two equal BF16 in a word."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
+
+
+@triton.jit
+def _int4_in_bfloat16(word, scale, zero, J: tl.constexpr, OUT: tl.constexpr):
+    """`_weights_of_pair` of `int4` with BF16 scales: two weights an instruction.
+
+    As mantissa of 2^7 a code is BF16; without 128 + zero it is still exact, and the product with
+    a BF16 scale is rounded once, as one of FP32 that is exact would be. A product is a sum with
+    -0, which older cards have and which keeps the sign of zero.
+    """
+    both = tl.inline_asm_elementwise(
+        """{
+        .reg .b32 code, one, none;
+        mov.b32 one, 0x3F803F80;
+        mov.b32 none, 0x80008000;
+        lop3.b32 code, $1, 0x000F000F, 0x43004300, 0xEA;
+        fma.rn.bf16x2 code, code, one, $3;
+        fma.rn.bf16x2 $0, code, $2, none;
+        }""",
+        "=r,r,r,r",
+        [word >> 4 * J, _twice(scale), _twice(-128.0 - zero)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return _halves_as(both, OUT)
+
+
+@triton.jit
 def _round_pair(
     low,
     high,
@@ -213,11 +257,7 @@ def _round_pair(
             is_pure=True,
             pack=1,
         )
-        if OUT == tl.float32:  # noqa: SIM300
-            low, high = _split_halves(both)
-        else:
-            low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-            high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        low, high = _halves_as(both, OUT)
     else:
         low = round_to(low, DTYPE, INTERPRET).to(OUT)
         high = round_to(high, DTYPE, INTERPRET).to(OUT)
@@ -237,8 +277,13 @@ def _weights_of_pair(
 ):
     """Weights of two codes of each word (see `code_values`), rounded to `DTYPE`, as `OUT`."""
     codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
-    low, high = code_values(word, zero, J, codes)
-    return _round_pair(low * scale, high * scale, M, DTYPE, OUT, INTERPRET)
+    is_bfloat16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
+    if is_bfloat16 and codes == "int4" and M.scale_codes == "bfloat16" and not INTERPRET:
+        low, high = _int4_in_bfloat16(word, scale, zero, J, OUT)
+    else:
+        low, high = code_values(word, zero, J, codes)
+        low, high = _round_pair(low * scale, high * scale, M, DTYPE, OUT, INTERPRET)
+    return low, high
 
 
 @triton.jit

@@ -100,12 +100,16 @@ class Engine:
         return [runner(x_TH, ids_TK, self.weights_TK) for runner, x_TH, ids_TK in pairs]
 
     def plain(self) -> list[torch.Tensor]:
-        """The same from host memory alone, by the same program: one that could fill."""
+        """The same from host memory alone, by the same program: one that could fill and is given
+        where to write."""
         outputs, no_fill_E = [], torch.zeros(NUM_EXPERTS, dtype=torch.int64, device="cuda")
         for layer, spec in enumerate(self.store.layers):
             x_TH, ids_TK = self.x_LTH[layer], self.ids_LTK[layer]
             host_E = self.store.table.host_address[layer, :NUM_EXPERTS]
-            y_TKH = TRITON.expert_outputs(x_TH, ids_TK, host_E, spec.expert, fill_E=no_fill_E)
+            out = torch.empty(*ids_TK.shape, HIDDEN, device="cuda")
+            y_TKH = TRITON.expert_outputs(
+                x_TH, ids_TK, host_E, spec.expert, fill_E=no_fill_E, out=out
+            )
             outputs.append(TRITON.combine(y_TKH, self.weights_TK, torch.bfloat16))
         return outputs
 

@@ -154,6 +154,7 @@ def _time(
                     store.table.row(index),
                     layer.expert,
                     fill_E=matched.fill_E if matched else None,
+                    behind_match=matched is not None,
                 )
                 kernels.combine(y_TKH, weights_TK, dtype, matched=matched)
 

@@ -34,3 +34,9 @@ def dependent_launch(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}
+
+
+def waiting_launch(dependent: dict[str, Any]) -> dict[str, Any]:
+    """The same program, launched when its predecessor has ended: for one that reads ahead of
+    `wait_for_previous` what the predecessor may have written."""
+    return dependent | {"launch_pdl": False} if dependent["DEPENDENT"] else dependent

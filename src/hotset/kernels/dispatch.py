@@ -43,6 +43,7 @@ class Kernels(Protocol):
         grouping: Grouping | None = None,
         out: torch.Tensor | None = None,
         fill_E: torch.Tensor | None = None,
+        behind_match: bool = False,
     ) -> torch.Tensor:
         """Runs each token's routed experts.
 
@@ -60,6 +61,8 @@ class Kernels(Protocol):
                 read, 0 for none. Only experts that are routed to and have an address are
                 filled, all their fields exactly; bytes between fields may stay as they are. A
                 slot must not be what another expert of this call reads.
+            behind_match: `match` of the same ids was the last thing that was queued, so that
+                reading may begin before it has ended.
 
         Returns:
             FP32 [T, K, H], `out` if given.
@@ -148,6 +151,7 @@ class ReferenceKernels:
         grouping: Grouping | None = None,
         out: torch.Tensor | None = None,
         fill_E: torch.Tensor | None = None,
+        behind_match: bool = False,
     ) -> torch.Tensor:
         check_inputs(x_TH, ids_TK, address_E, spec, out)
         return reference.expert_outputs(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
@@ -208,17 +212,27 @@ class TritonKernels:
         grouping: Grouping | None = None,
         out: torch.Tensor | None = None,
         fill_E: torch.Tensor | None = None,
+        behind_match: bool = False,
     ) -> torch.Tensor:
         from hotset.kernels.moe_decode import one_token
         from hotset.kernels.moe_grouped import grouped
 
+        behind_match &= ids_TK.is_contiguous()  # a copy would come between
         ids_TK = ids_TK.contiguous()  # routers slice what they sort
         check_inputs(x_TH, ids_TK, address_E, spec, out)
         if ids_TK.numel() == 0:
             shape = (*ids_TK.shape, spec.hidden)
             return x_TH.new_empty(shape, dtype=torch.float32) if out is None else out
         if x_TH.shape[0] == 1:
-            return one_token(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
+            return one_token(
+                x_TH,
+                ids_TK,
+                address_E,
+                spec,
+                out=out,
+                fill_E=fill_E,
+                behind_match=behind_match,
+            )
         grouping = grouping or self.group(ids_TK, address_E.numel())
         return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hotset.core.geometry import ExpertSpec
-from hotset.kernels.dependent import dependent_launch, wait_for_previous
+from hotset.kernels.dependent import dependent_launch, wait_for_previous, waiting_launch
 from hotset.kernels.device import (
     apply_gate,
     field_pointer,
@@ -53,25 +53,48 @@ def _fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl
 
 
 @triton.jit
+def _first_weights(
+    record, rows, inside, M: tl.constexpr, DTYPE: tl.constexpr, COLS: tl.constexpr, WHOLE_ROWS
+):
+    """The first columns of `rows` of a plain matrix: [ROWS, COLS]."""
+    weights = field_pointer(record, M.offset, DTYPE)
+    cols = tl.arange(0, COLS)
+    whole: tl.constexpr = WHOLE_ROWS and M.columns % COLS == 0
+    tile = inside[:, None] & (cols < M.columns)[None, :]
+    return load_tile(weights + rows[:, None] * M.columns + cols[None, :], tile, whole)
+
+
+@triton.jit
 def _row_sums(
     vector,
     record,
     fill,
     rows,
     inside,
+    first_weights,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
     FILL: tl.constexpr,
 ):
-    """Dot products of `vector` with `rows` of a plain matrix of a record: [ROWS] FP32."""
+    """Dot products of `vector` with `rows` of a plain matrix of a record: [ROWS] FP32.
+
+    Args:
+        first_weights: see `_first_weights`.
+    """
     weights = field_pointer(record, M.offset, vector.dtype.element_ty)
     slot = field_pointer(fill, M.offset, vector.dtype.element_ty)
     whole_cols: tl.constexpr = M.columns % COLS == 0
     whole: tl.constexpr = WHOLE_ROWS and whole_cols
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    for first in range(0, M.columns, COLS):
+    cols = tl.arange(0, COLS)
+    if FILL:  # noqa: SIM102 (known when compiled; the inner one is not)
+        if fill != 0:
+            tile = inside[:, None] & (cols < M.columns)[None, :]
+            tl.store(slot + rows[:, None] * M.columns + cols[None, :], first_weights, mask=tile)
+    v = load_tile(vector + cols, cols < M.columns, whole_cols)
+    acc = first_weights.to(tl.float32) * v.to(tl.float32)[None, :]
+    for first in range(COLS, M.columns, COLS):
         cols = first + tl.arange(0, COLS)
         offsets = rows[:, None] * M.columns + cols[None, :]
         tile = inside[:, None] & (cols < M.columns)[None, :]
@@ -149,23 +172,24 @@ def _up_kernel(
     INTERPRET: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
     choice = tl.program_id(1)
     expert = tl.load(ids_K + choice)
-    if (expert < 0) | (expert >= num_experts):
-        return
-    record = tl.load(address_E + expert)
+    real = (expert >= 0) & (expert < num_experts)
+    record = tl.load(address_E + expert, mask=real, other=0)
     if record == 0:
+        wait_for_previous(DEPENDENT)
         return
     dtype: tl.constexpr = x_H.dtype.element_ty
     units: tl.constexpr = ROWS // 2 if GATED else ROWS
     whole: tl.constexpr = INTER % units == 0
-    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
-
     first = tl.program_id(0) * units
     rows, inside = up_rows(first, INTER, ROWS, GATED)
     if M.codes == "plain":
-        u = _row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL)
+        w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+    wait_for_previous(DEPENDENT)
+    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    if M.codes == "plain":
+        u = _row_sums(x_H, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
     else:
         u = _packed_row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
@@ -199,7 +223,6 @@ def _down_kernel(
     INTERPRET: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_previous(DEPENDENT)
     choice = tl.program_id(1)
     expert = tl.load(ids_K + choice)
     real = (expert >= 0) & (expert < num_experts)
@@ -208,16 +231,20 @@ def _down_kernel(
     inside = rows < HIDDEN
     out = y_KH + choice * HIDDEN + rows
     if record == 0:
+        wait_for_previous(DEPENDENT)
         zeroed = (real == 0) | ZERO_ABSENT
         tl.store(out, tl.zeros((ROWS,), tl.float32), mask=inside & zeroed)
         return
     dtype: tl.constexpr = h_KI.dtype.element_ty
     whole: tl.constexpr = HIDDEN % ROWS == 0
+    if M.codes == "plain":
+        w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+    wait_for_previous(DEPENDENT)
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
 
     h_I = h_KI + choice * INTER
     if M.codes == "plain":
-        y = _row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL)
+        y = _row_sums(h_I, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
     else:
         y = _packed_row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
@@ -233,8 +260,13 @@ def one_token(
     *,
     out: torch.Tensor | None = None,
     fill_E: torch.Tensor | None = None,
+    behind_match: bool = False,
 ) -> torch.Tensor:
-    """Expert outputs of one token; see `dispatch.Kernels.expert_outputs`."""
+    """Expert outputs of one token; see `dispatch.Kernels.expert_outputs`.
+
+    The first weights are read before the previous kernel has ended. For the second projection that
+    is the first one, for the first one the match; who else may have written the ids is waited for.
+    """
     choices, num_experts = ids_1K.numel(), address_E.numel()
     hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
     y_1KH = x_1H.new_empty(1, choices, hidden, dtype=torch.float32) if out is None else out
@@ -252,8 +284,8 @@ def one_token(
         "HAS_BIAS": spec.has_bias,
         "FILL": fill_E is not None,
         "INTERPRET": is_interpreted(_up_kernel),
-        **dependent_launch(x_1H.device),
     }
+    dependent = dependent_launch(x_1H.device)
     _up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,
         *routed,
@@ -267,6 +299,7 @@ def one_token(
         num_stages=up.stages,
         **shared,
         **gate_constants(spec.gate),
+        **(dependent if behind_match else waiting_launch(dependent)),
     )
     _down_kernel[(triton.cdiv(hidden, down.rows), choices)](
         h_KI,
@@ -281,6 +314,7 @@ def one_token(
         num_warps=down.warps,
         num_stages=down.stages,
         **shared,
+        **dependent,
     )
     return y_1KH
 

@@ -51,7 +51,9 @@ def test_a_client_that_leaves_is_noticed_within_a_step(fresh: Scripted, stream: 
                 client.post(fresh.url + URL, json=body, timeout=0.3)
     start = time.monotonic()
     assert ends(fresh) == [FinishReason.CANCELLED]
-    assert time.monotonic() - start < 2.0 and fresh.served.loop.num_open == 0
+    while fresh.served.loop.num_open:  # its thread is told of the end behind the scheduler's
+        assert time.monotonic() - start < 2.0
+        time.sleep(0.01)
 
 
 def test_a_full_queue_says_when_to_come_again(fresh: Scripted) -> None:

@@ -30,6 +30,7 @@ def test_one_token_from_the_first_step_is_said_once(caplog: pytest.LogCaptureFix
     [
         [7] * (NUM_REPEATED - 1),
         [1] + [7] * (2 * NUM_REPEATED),
+        [6] * (2 * NUM_REPEATED),  # the prompt has it
         [7] * (NUM_REPEATED - 1) + [8] + [7] * NUM_REPEATED,
     ],
 )

@@ -6,9 +6,11 @@ What is wrong with a request is said before weights are read.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,7 +159,10 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         room = loaded.plan.context_tokens - len(ids)
         most = min(DEFAULT_MAX_TOKENS, max(1, room)) if max_tokens is None else max_tokens
         tokens = loaded.generate(token_ids=ids, max_tokens=most, **sampling)
-        result = _run(tokens, echo=None if as_json else _write)
+        with _warnings_behind():
+            result = _run(tokens, echo=None if as_json else _write)
+            if not as_json:
+                typer.echo()
         stats = loaded.stats
         if as_json:
             checks = [check.to_dict() for check in loaded.self_check()]
@@ -166,8 +171,6 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
                     {**result, "stats": stats.to_dict(), "self_check": checks}, ensure_ascii=False
                 )
             )
-        else:
-            typer.echo()
         _say_costs(loaded, stats)
 
 
@@ -217,6 +220,21 @@ def _run(tokens: Iterator[Token], *, echo: Callable[[str], None] | None) -> dict
             echo(token.text)
     assert reason is not None
     return {"text": "".join(pieces), "token_ids": ids, "finish_reason": reason.value}
+
+
+@contextmanager
+def _warnings_behind() -> Iterator[None]:
+    """Within the block what is logged waits for its end, so that it breaks up no line of an
+    answer."""
+    log, held = logging.getLogger("hotset"), MemoryHandler(sys.maxsize, sys.maxsize)
+    handlers, propagate = log.handlers, log.propagate
+    log.handlers, log.propagate = [held], False
+    try:
+        yield
+    finally:
+        log.handlers, log.propagate = handlers, propagate
+        for record in held.buffer:
+            log.handle(record)
 
 
 def _write(text: str) -> None:

@@ -15,7 +15,11 @@ NUM_REPEATED = 24
 
 
 class RepeatedToken:
-    """Says once, in a warning, that an answer has been one token from its first step."""
+    """Says once, in a warning, that an answer has been one token from its first step.
+
+    A token that its prompt has too is left alone: small models go on with what they read, while
+    broken weights have a token of their own, whatever is asked.
+    """
 
     def __init__(self) -> None:
         self._said = False
@@ -30,7 +34,7 @@ class RepeatedToken:
         if num_drawn != NUM_REPEATED or self._said:
             return
         drawn = set(ids[-num_drawn:])
-        if len(drawn) == 1:
+        if len(drawn) == 1 and not drawn & set(ids[:-num_drawn]):
             self._said = True
             logger.warning(
                 "an answer repeats token %d from its first step: weights or kernels may be wrong; "

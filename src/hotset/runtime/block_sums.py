@@ -55,6 +55,7 @@ class FewTokens:
         fill_E: slots to fill as records are read, 0 for none. Given always, so that one program
             runs whether there is something to fill or not.
         post_norm: applied to each output before it is weighted.
+        behind_match: ranges are added right behind the match of the block's ids.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class FewTokens:
         *,
         fill_E: torch.Tensor,
         post_norm: PostNorm | None,
+        behind_match: bool = False,
     ) -> None:
         self._kernels, self._spec, self._block = kernels, spec, block
         self._fill_E, self._post_norm = fill_E, post_norm
+        self._behind_match = behind_match
         # One token needs no grouping, its kernel takes the ids as they are.
         many = block.num_tokens > 1
         self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if many else None
@@ -83,6 +86,7 @@ class FewTokens:
             grouping=self.grouping,
             out=self._y_TKH,
             fill_E=self._fill_E,
+            behind_match=self._behind_match,
         )
 
     @property

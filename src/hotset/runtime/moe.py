@@ -94,7 +94,7 @@ class MoERunner:
             return self.run([block])[0]
         self._log.add(self._layer, ids_TK)
         matched = self._fills
-        few = self._few(block, self._no_fill_E if matched is None else matched.fill_E)
+        few = self._few(block, matched)
         if matched is not None:
             self._kernels.match(ids_TK, matched, grouping=few.grouping)
         few.add(self._store.table.row(self._layer), first=0, stop=self._spec.num_experts)
@@ -139,7 +139,7 @@ class MoERunner:
 
     def _open(self, part: Block) -> BlockSum:
         if part.num_tokens <= MATCH_TOKENS:
-            return self._few(part, self._no_fill_E)
+            return self._few(part)
         plain = self._is_dequantised(part.num_tokens)
         return ManyTokens(
             self._kernels,
@@ -166,9 +166,14 @@ class MoERunner:
             adders.append(DequantisedExperts(self._kernels, self._spec, many, device))
         return adders
 
-    def _few(self, block: Block, fill_E: torch.Tensor) -> FewTokens:
+    def _few(self, block: Block, matched: LayerMatch | None = None) -> FewTokens:
         return FewTokens(
-            self._kernels, self._spec.expert, block, fill_E=fill_E, post_norm=self._post_norm
+            self._kernels,
+            self._spec.expert,
+            block,
+            fill_E=self._no_fill_E if matched is None else matched.fill_E,
+            post_norm=self._post_norm,
+            behind_match=matched is not None,
         )
 
     def _use_ring(

@@ -6,16 +6,12 @@ import json
 from typing import Any
 
 import anthropic
-import numpy as np
 import openai
 import pytest
-import torch
 from clients import NAME, Scripted
+from test_forced import allows
 
-from hotset.core.request import TokenMatcher
-from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
 from hotset.runtime.text import Text
-from vocabulary import BYTE_VOCAB, EOS, SPECIALS, byte_ids
 
 MESSAGES: Any = [{"role": "user", "content": "Weather in Bonn and Köln?"}]
 SCHEMA: Any = {
@@ -82,20 +78,6 @@ FORCED: Any = [
     {"type": "function", "function": {"name": "news", "parameters": {"type": "object"}}},
 ]
 ONE_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>'
-
-
-def allows(matcher: TokenMatcher, text: str) -> bool:
-    """Whether an answer may be this text, byte by byte, and end there."""
-    words = np.zeros(num_words(BYTE_VOCAB), dtype=np.int32)
-    for token in (*byte_ids(text), SPECIALS.index(EOS)):
-        if matcher.is_complete:
-            return token == SPECIALS.index(EOS)
-        matcher.fill_mask(words)
-        if not unpack_mask(torch.from_numpy(words)[None], BYTE_VOCAB)[0, token]:
-            return False
-        if token != SPECIALS.index(EOS):
-            matcher.accept(token)
-    return True
 
 
 @pytest.mark.parametrize(

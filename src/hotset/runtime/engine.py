@@ -363,8 +363,7 @@ class Engine(Closing):
             if self.store.steps_in_flight:
                 raise RequestError(
                     "a decode step that fills slots is queued, placements cannot change under it",
-                    hint="finish or close the answers first, and step a scheduler of your own "
-                    "until its `wait` has nothing to do",
+                    hint="finish or close the answers, and step until `wait` has nothing to do",
                 )
             self.store.place(placement)
 

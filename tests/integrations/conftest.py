@@ -38,7 +38,9 @@ def run_vllm() -> Callable[..., Answer]:
         )
         if done.returncode != 0:
             return {"failed": done.stdout[-20000:] + done.stderr[-20000:]}
-        answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
+        # vLLM logs to stdout as well, also behind the answer.
+        (line,) = (one for one in done.stdout.splitlines() if one.startswith('{"tokens"'))
+        answer: Answer = json.loads(line)
         return answer
 
     return run

@@ -159,15 +159,9 @@ class SpeedModel:
             prefill_chunk: most tokens of one forward.
         """
         work, rows = workload.within(context_tokens), self.curve.num_rows
-        # Over a KV pool the chunks of a prompt run with the layers outermost, as one forward.
-        joined = bool(self.geometry.attention)
         layers = self.geometry.layers
         shares = [slots / x.num_experts for slots, x in zip(slots_per_layer, layers, strict=True)]
-        fixed = slot_only_per_layer or [0] * len(layers)
-        hit_rates = [
-            self._hit_rate(x.num_experts, slots=slots, num_fixed=own)
-            for x, slots, own in zip(layers, slots_per_layer, fixed, strict=True)
-        ]
+        hit_rates = self._hit_rates(slots_per_layer, slot_only_per_layer or [0] * len(layers))
         used = [self.curve.used(layer) for layer in layers]
         filled = work.prompt_tokens + work.answer_tokens // 2
         step = predict_step(
@@ -178,15 +172,7 @@ class SpeedModel:
             context_tokens=filled * rows,
             num_rows=rows,
         )
-        prompt = predict_prompt(
-            self.geometry,
-            self.rates,
-            num_tokens=work.prompt_tokens,
-            chunk_tokens=work.prompt_tokens if joined else min(prefill_chunk, work.prompt_tokens),
-            resident_share=shares,
-            ring_tokens=RING_TOKENS,
-            together=bool(self.geometry.attention),
-        )
+        prompt = self._prompt(work.prompt_tokens, prefill_chunk=prefill_chunk, shares=shares)
         sizes = [layer.num_experts * layer.expert.record_bytes for layer in layers]
         held = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
         return Speed(
@@ -205,6 +191,27 @@ class SpeedModel:
             rates_source=self.rates_source,
             half_life_note=self.curve.half_life_note,
         )
+
+    def _prompt(
+        self, num_tokens: int, *, prefill_chunk: int, shares: Sequence[float]
+    ) -> PromptCost:
+        # Over a KV pool the chunks of a prompt run with the layers outermost, as one forward.
+        joined = bool(self.geometry.attention)
+        return predict_prompt(
+            self.geometry,
+            self.rates,
+            num_tokens=num_tokens,
+            chunk_tokens=num_tokens if joined else min(prefill_chunk, num_tokens),
+            resident_share=shares,
+            ring_tokens=RING_TOKENS,
+            together=joined,
+        )
+
+    def _hit_rates(self, slots_per_layer: Sequence[int], fixed: Sequence[int]) -> list[float]:
+        return [
+            self._hit_rate(layer.num_experts, slots=slots, num_fixed=own)
+            for layer, slots, own in zip(self.geometry.layers, slots_per_layer, fixed, strict=True)
+        ]
 
     def _hit_rate(self, num_experts: int, *, slots: int, num_fixed: int) -> float:
         """Of a layer in which some experts, as likely as any, keep their slots."""

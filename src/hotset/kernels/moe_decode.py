@@ -12,6 +12,8 @@ weights become weights of the compute dtype in registers (`packed`) and nothing 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -271,57 +273,66 @@ def one_token(
     hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
     y_1KH = x_1H.new_empty(1, choices, hidden, dtype=torch.float32) if out is None else out
     h_KI = x_1H.new_empty(choices, inter)
-    up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
-    up = _tile(up_matrix, x_1H, ONE_TOKEN_UP, ONE_TOKEN_UP_PACKED)
-    down = _tile(down_matrix, x_1H, ONE_TOKEN_DOWN, ONE_TOKEN_DOWN_PACKED)
-    units = up.rows // 2 if gated else up.rows
-    offset = {field.name: field.offset for field in spec.layout.fields}
+    up = _projection(spec, "up", x_1H, ONE_TOKEN_UP, ONE_TOKEN_UP_PACKED)
+    down = _projection(spec, "down", x_1H, ONE_TOKEN_DOWN, ONE_TOKEN_DOWN_PACKED)
+    units = up["ROWS"] // 2 if gated else up["ROWS"]
     routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
-    shared = {
-        "HIDDEN": hidden,
-        "INTER": inter,
-        "CHOICES": triton.next_power_of_2(choices),
-        "HAS_BIAS": spec.has_bias,
-        "FILL": fill_E is not None,
-        "INTERPRET": is_interpreted(_up_kernel),
-    }
+    shared = _shared_constants(spec, choices, fill=fill_E is not None)
     dependent = dependent_launch(x_1H.device)
     _up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,
         *routed,
         h_KI,
         num_experts,
-        M=up_matrix,
-        BIAS=offset.get("up_bias", 0),
-        ROWS=up.rows,
-        COLS=up.cols,
-        num_warps=up.warps,
-        num_stages=up.stages,
+        **up,
         **shared,
         **gate_constants(spec.gate),
         **(dependent if behind_match else waiting_launch(dependent)),
     )
-    _down_kernel[(triton.cdiv(hidden, down.rows), choices)](
+    _down_kernel[(triton.cdiv(hidden, down["ROWS"]), choices)](
         h_KI,
         *routed,
         y_1KH,
         num_experts,
-        M=down_matrix,
-        BIAS=offset.get("down_bias", 0),
-        ROWS=down.rows,
-        COLS=down.cols,
         ZERO_ABSENT=out is None,
-        num_warps=down.warps,
-        num_stages=down.stages,
+        **down,
         **shared,
         **dependent,
     )
     return y_1KH
 
 
-def _tile(
-    matrix: Matrix, x_1H: torch.Tensor, plain: dict[int, Tile], packed: dict[int, Tile]
-) -> Tile:
+def _shared_constants(spec: ExpertSpec, choices: int, *, fill: bool) -> dict[str, Any]:
+    """What both kernels are compiled for, whatever their tiles."""
+    return {
+        "HIDDEN": spec.hidden,
+        "INTER": spec.intermediate,
+        "CHOICES": triton.next_power_of_2(choices),
+        "HAS_BIAS": spec.has_bias,
+        "FILL": fill,
+        "INTERPRET": is_interpreted(_up_kernel),
+    }
+
+
+def _projection(
+    spec: ExpertSpec,
+    name: str,
+    x_1H: torch.Tensor,
+    plain: dict[int, Tile],
+    packed: dict[int, Tile],
+) -> dict[str, Any]:
+    """Keyword arguments of a launch: where matrix and bias are in a record, and the tile."""
+    matrix = Matrix.of(spec, name)
     if matrix.codes == "plain":
-        return plain[x_1H.element_size()]
-    return packed_one_token_tile(packed[matrix.per_word], matrix.columns)
+        tile = plain[x_1H.element_size()]
+    else:
+        tile = packed_one_token_tile(packed[matrix.per_word], matrix.columns)
+    offset = {field.name: field.offset for field in spec.layout.fields}
+    return {
+        "M": matrix,
+        "BIAS": offset.get(f"{name}_bias", 0),
+        "ROWS": tile.rows,
+        "COLS": tile.cols,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -26,6 +26,7 @@ from hotset.kernels import (
     match,
     moe_decode,
     moe_grouped,
+    products,
     sample,
     sample_adjust,
     sample_report,
@@ -167,6 +168,8 @@ def main(capability: int) -> None:
     case("match", match.match, ids_TK[:1], few)
     case("match, counted", match.match, ids_TK, few, grouping=grouping.group_tokens(ids_TK, 128))
     case("match, many", match.match, ids_TK, many)
+    matrices = [torch.empty(rows, 2048, dtype=torch.bfloat16) for rows in (4096, 512, 512)]
+    case("products", products.launch_products, matrices[1][:2], matrices, [])
     addresses = torch.zeros(4, dtype=torch.int64)
     case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
     for dtype in (torch.bfloat16, torch.float16):

@@ -49,6 +49,11 @@ def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: list[dict[str, Any]
     assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "one token, odd"))
 
 
+def test_products_read_weights_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+    for row in rows(facts, "products"):
+        assert row["loads_16_bytes"] >= 8, row
+
+
 @pytest.mark.parametrize("case", ["small batch", "small batch, fill", "prompt", "long prompt"])
 def test_grouped_kernels_stream_into_tensor_cores(facts: list[dict[str, Any]], case: str) -> None:
     for row in rows(facts, case):

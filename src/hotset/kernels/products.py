@@ -44,6 +44,13 @@ def _pick(block, a, b, c, d, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _pick_address(block, a, b, c, d, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
+    """`_pick` of pointers, as an integer: a hint of alignment must stand at the cast back."""
+    a, b, c, d = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64), d.to(tl.int64)
+    return _pick(block, a, b, c, d, B, C, D)
+
+
+@triton.jit
 def _products_kernel(
     x_TC,
     w0,
@@ -68,7 +75,7 @@ def _products_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
     CONSTANT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -79,51 +86,24 @@ def _products_kernel(
     block = tl.program_id(0)
     before = _pick(block, 0, BLOCKS_1, BLOCKS_2, BLOCKS_3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
     num_rows = _pick(block, N0, N1, N2, N3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
-    weights = _pick(
-        block,
-        w0.to(tl.int64),
-        w1.to(tl.int64),
-        w2.to(tl.int64),
-        w3.to(tl.int64),
-        BLOCKS_1,
-        BLOCKS_2,
-        BLOCKS_3,
-    )
     dtype: tl.constexpr = x_TC.dtype.element_ty
-    w_NC = tl.multiple_of(weights.to(tl.pointer_type(dtype)), ALIGNMENT)
+    pointer: tl.constexpr = tl.pointer_type(dtype)
+    weights = _pick_address(block, w0, w1, w2, w3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
+    w_NC = tl.multiple_of(weights.to(pointer), ALIGNMENT)
     row = (block - before) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
     inside = (row < num_rows)[:, None] & (col < COLUMNS)[None, :]
-    whole: tl.constexpr = WHOLE_ROWS and COLS == COLUMNS
     if not CONSTANT:
         wait_for_previous(DEPENDENT)
     # Weights never change: they are on their way before the previous kernel is done.
     at = row.to(tl.int64)[:, None] * COLUMNS + col[None, :]
-    w = load_tile(w_NC + at, inside, whole).to(tl.float32)
+    w = load_tile(w_NC + at, inside, WHOLE_TILES).to(tl.float32)
     if CONSTANT:
         wait_for_previous(DEPENDENT)
 
-    y_TN = _pick(
-        block,
-        y0.to(tl.int64),
-        y1.to(tl.int64),
-        y2.to(tl.int64),
-        y3.to(tl.int64),
-        BLOCKS_1,
-        BLOCKS_2,
-        BLOCKS_3,
-    ).to(tl.pointer_type(dtype))
+    y_TN = _pick_address(block, y0, y1, y2, y3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
     if HAS_BIAS:
-        bias_N = _pick(
-            block,
-            b0.to(tl.int64),
-            b1.to(tl.int64),
-            b2.to(tl.int64),
-            b3.to(tl.int64),
-            BLOCKS_1,
-            BLOCKS_2,
-            BLOCKS_3,
-        ).to(tl.pointer_type(dtype))
+        bias_N = _pick_address(block, b0, b1, b2, b3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
         bias = tl.load(bias_N + row, mask=row < num_rows, other=0.0).to(tl.float32)
     for t in tl.static_range(TOKENS):
         x = load_tile(x_TC + t * COLUMNS + col, col < COLUMNS, COLS == COLUMNS).to(tl.float32)
@@ -178,6 +158,7 @@ def launch_products(
     assert all(w.shape[1] == columns and w.dtype == x_TC.dtype for w in weights)
     sizes = [w.shape[0] for w in weights]
     rows = rows_of_program(columns, sum(sizes), x_TC.element_size()) if rows is None else rows
+    cols = triton.next_power_of_2(columns)
     outs = [x_TC.new_empty(num_tokens, size) for size in sizes]
     aligned = all(w.data_ptr() % 16 == 0 for w in weights)
     blocks = [0]
@@ -194,11 +175,11 @@ def launch_products(
         TOKENS=num_tokens,
         COLUMNS=columns,
         HAS_BIAS=bool(biases),
-        WHOLE_ROWS=all(size % rows == 0 for size in sizes),
+        WHOLE_TILES=columns == cols and all(size % rows == 0 for size in sizes),
         CONSTANT=all(isinstance(w, torch.nn.Parameter) for w in weights),
         ALIGNMENT=16 if aligned else x_TC.element_size(),
         ROWS=rows,
-        COLS=triton.next_power_of_2(columns),
+        COLS=cols,
         INTERPRET=is_interpreted(_products_kernel),
         num_warps=warps,
         **dependent_launch(x_TC.device),

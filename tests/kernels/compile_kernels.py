@@ -97,7 +97,12 @@ def experts(
     spec = ExpertSpec.build(
         hidden=hidden, intermediate=inter, gate=gate, has_bias=gate is OAI, dtype=dtype
     )
-    x_TH = torch.empty(num_tokens, hidden, dtype=getattr(torch, dtype))
+    experts_of(spec, num_tokens, fill=fill)
+
+
+def experts_of(spec: ExpertSpec, num_tokens: int, *, fill: bool) -> None:
+    """The kernels that such a number of tokens takes."""
+    x_TH = torch.empty(num_tokens, spec.hidden, dtype=getattr(torch, spec.dtype))
     ids_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
     address_E = torch.zeros(128, dtype=torch.int64)
     fill_E = address_E if fill else None

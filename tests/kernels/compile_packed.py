@@ -11,13 +11,13 @@ import sys
 from typing import Any
 
 import torch
-from compile_kernels import SHARED_BYTES, AbsentGPU, Compiled
+from compile_kernels import OAI, SHARED_BYTES, AbsentGPU, Compiled, experts_of
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from hotset.core.formats import MXFP4, NVFP4, WeightFormat, fp8, int4
-from hotset.core.geometry import ExpertSpec, Gate, GateForm
-from hotset.kernels import dequantise_records, device, grouping, moe_decode, moe_grouped
+from hotset.core.geometry import ExpertSpec
+from hotset.kernels import dequantise_records, device, moe_grouped
 
 # (format, H, I): of Qwen3-30B-A3B, gpt-oss, GLM-4.5-Air; and one that nothing divides
 CASES: dict[str, tuple[WeightFormat, int, int]] = {
@@ -27,7 +27,6 @@ CASES: dict[str, tuple[WeightFormat, int, int]] = {
     "int4": (int4("bfloat16", group=128), 4096, 1408),
     "int4 zeros": (int4("float16", group=32, has_zeros=True), 37, 21),
 }
-OAI = Gate(GateForm.SWIGLU_OAI, limit=7.0, alpha=1.702)
 
 
 def spec_of(form: WeightFormat, hidden: int, inter: int) -> ExpertSpec:
@@ -39,18 +38,6 @@ def spec_of(form: WeightFormat, hidden: int, inter: int) -> ExpertSpec:
         dtype="bfloat16",
         weights=form,
     )
-
-
-def experts(num_tokens: int, spec: ExpertSpec, *, fill: bool) -> None:
-    x_TH = torch.empty(num_tokens, spec.hidden, dtype=torch.bfloat16)
-    ids_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
-    address_E = torch.zeros(128, dtype=torch.int64)
-    fill_E = address_E if fill else None
-    if num_tokens == 1:
-        moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
-    else:
-        blocks = grouping.group_tokens(ids_TK, 128)
-        moe_grouped.grouped(x_TH, ids_TK, address_E, spec, grouping=blocks, fill_E=fill_E)
 
 
 def whole_records(spec: ExpertSpec) -> None:
@@ -79,9 +66,9 @@ def main(capability: int) -> None:
 
     for name, shape in CASES.items():
         spec = spec_of(*shape)
-        case(f"{name}, one token", experts, 1, spec, fill=True)
+        case(f"{name}, one token", experts_of, spec, 1, fill=True)
     for name in ("fp8", "nvfp4"):
-        case(f"{name}, small batch", experts, 8, spec_of(*CASES[name]), fill=True)
+        case(f"{name}, small batch", experts_of, spec_of(*CASES[name]), 8, fill=True)
     case("int4 zeros, whole records", whole_records, spec_of(*CASES["int4 zeros"]))
     json.dump({"interpreted": device.is_interpreted(device.round_to), "rows": rows}, sys.stdout)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("compile_attention.py")
+from kernels.codegen import compile_facts
+
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
 PREFILL, LATENT = "_prefill_kernel", "_latent_kernel"
 
@@ -19,14 +15,8 @@ PREFILL, LATENT = "_prefill_kernel", "_latent_kernel"
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
     """(case, kernel) -> what the code for sm_90 is like."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, str(SCRIPT), "90"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
-    assert not result["interpreted"]
-    return {(row["case"], row["kernel"]): row for row in result["rows"]}
+    found = compile_facts("compile_attention.py", tmp_path_factory.mktemp("triton"))
+    return {(row["case"], row["kernel"]): row for row in found}
 
 
 @pytest.mark.parametrize("case", ["group 8", "sinks and window", "odd", "wide"])

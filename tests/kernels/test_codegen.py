@@ -5,42 +5,21 @@ The interpreter accepts code that the compiler refuses, and says nothing of how 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-SCRIPT = Path(__file__).with_name("compile_kernels.py")
+from kernels.codegen import Facts, compile_facts, rows
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """One row for each kernel of each case, compiled for sm_90."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, str(SCRIPT), "90"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
-    assert not result["interpreted"]
-    return result["rows"]
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return compile_facts("compile_kernels.py", tmp_path_factory.mktemp("triton"))
 
 
-def rows(facts: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
-    found = [row for row in facts if row["case"] == case]
-    assert found
-    return found
-
-
-def test_everything_fits_the_cards_shared_memory(facts: list[dict[str, Any]]) -> None:
+def test_everything_fits_the_cards_shared_memory(facts: Facts) -> None:
     assert max(row["shared_bytes"] for row in facts) <= 227 * 1024
 
 
-def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: Facts) -> None:
     for row in rows(facts, "one token") + rows(facts, "one token, fill"):
         assert row["loads_16_bytes"] >= 2, row
     for row in rows(facts, "one token, fill"):
@@ -49,29 +28,29 @@ def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: list[dict[str, Any]
     assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "one token, odd"))
 
 
-def test_products_read_weights_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+def test_products_read_weights_16_bytes_at_a_time(facts: Facts) -> None:
     for row in rows(facts, "products"):
         assert row["loads_16_bytes"] >= 8, row
 
 
 @pytest.mark.parametrize("case", ["small batch", "small batch, fill", "prompt", "long prompt"])
-def test_grouped_kernels_stream_into_tensor_cores(facts: list[dict[str, Any]], case: str) -> None:
+def test_grouped_kernels_stream_into_tensor_cores(facts: Facts, case: str) -> None:
     for row in rows(facts, case):
         assert row["async_copies"] > 0 and row["tensor_core"] > 0, row
         assert row["async_copies_16_bytes"] == row["async_copies"], row
 
 
-def test_fp32_is_never_tf32(facts: list[dict[str, Any]]) -> None:
+def test_fp32_is_never_tf32(facts: Facts) -> None:
     for row in rows(facts, "fp32"):
         assert row["tensor_core"] == 0 and row["tf32"] == 0, row
 
 
-def test_records_are_copied_16_bytes_at_a_time(facts: list[dict[str, Any]]) -> None:
+def test_records_are_copied_16_bytes_at_a_time(facts: Facts) -> None:
     (row,) = rows(facts, "copy")
     assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 4
 
 
-def test_sampling_rounds_as_its_specification(facts: list[dict[str, Any]]) -> None:
+def test_sampling_rounds_as_its_specification(facts: Facts) -> None:
     """CPU and GPU draw the same tokens only if no multiplication is fused with an addition."""
     sampling = rows(facts, "sample")
     kernels = {"_draw_kernel", "_choose_kernel", "_adjust_kernel"}

@@ -148,8 +148,15 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     """The last row of each bench, case, figure and machine, in the order of their first ones."""
     latest: dict[tuple[str, str, str, str], Row] = {}
     for row in rows:
-        latest[row.bench, row.case, row.figure, row.machine] = row
+        latest[row.bench, shown_case(row), row.figure, row.machine] = row
     return list(latest.values())
+
+
+def shown_case(row: Row) -> str:
+    """The case, and the number of layers where the command cut the model to fewer: figures of
+    eight layers are not newer ones of the whole model."""
+    cut = re.search(r"--layers (\d+)", row.command)
+    return row.case if cut is None else f"{row.case}, {cut[1]} layers"
 
 
 def all_tables(rows: Sequence[Row]) -> str:
@@ -182,7 +189,7 @@ _COLUMNS = ("case", "figure", "p50", "p20 to p80", "speed of light", "share of i
 def _cells(row: Row) -> tuple[str, ...]:
     spread = f"{_value(row.p20, row.unit)} to {_value(row.p80, row.unit)}"
     return (
-        row.case,
+        shown_case(row),
         row.figure,
         _value(row.p50, row.unit),
         spread if row.repeats > 1 else "",
@@ -207,7 +214,7 @@ def headline_table(rows: Sequence[Row], headlines: Sequence[dict[str, str]]) -> 
     """
     if not headlines:
         return "No figure has been measured with a committed row yet.\n"
-    known = {(row.bench, row.case, row.figure): row for row in newest(rows)}
+    known = {(row.bench, shown_case(row), row.figure): row for row in newest(rows)}
     cells = []
     for headline in headlines:
         key = (headline["bench"], headline["case"], headline["figure"])

@@ -78,6 +78,12 @@ def test_of_equal_figures_the_newest_is_shown() -> None:
     assert "2.5" in table.all_tables(rows) and "hotset bench experts" in table.all_tables(rows)
 
 
+def test_a_model_that_was_cut_is_another_case() -> None:
+    whole, cut = row(), row(command="hotset bench experts --layers 8 --match", p50=1.9, p20=1.8)
+    assert table.newest([whole, cut]) == [whole, cut]
+    assert [table.shown_case(r) for r in (whole, cut)] == ["a case", "a case, 8 layers"]
+
+
 def test_columns_that_no_row_fills_are_left_out() -> None:
     rows = [row(unit="bytes", p20=0, p50=2**31, p80=2**32, sol=None, ratio_to_sol=None)]
     shown = table.all_tables(rows)

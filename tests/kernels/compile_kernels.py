@@ -86,6 +86,7 @@ def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
         "async_copies": len(re.findall(r"cp\.async\.c[ag]\.shared\.global", ptx)),
         "async_copies_16_bytes": len(re.findall(r"cp\.async\.cg\.shared\.global.*0x10", ptx)),
         "tensor_core": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "asynchronous_tensor_core": len(re.findall(r"wgmma\.mma_async", ptx)),
         "fused_multiply_adds": len(re.findall(r"\bfma\.", ptx)),
         "tf32": len(re.findall(r"tf32", ptx)),
     }
@@ -158,6 +159,7 @@ def main(capability: int) -> None:
     case("one token, odd", experts, 1, 37, 23, SOFTCAPPED, "float16")
     case("small batch", experts, 8, 2048, 768, plain, "bfloat16")
     case("small batch, fill", experts, 8, 2880, 2880, OAI, "bfloat16", fill=True)
+    case("64 tokens, fill", experts, 64, 2048, 768, plain, "bfloat16", fill=True)
     case("small batch, odd", experts, 8, 37, 23, SOFTCAPPED, "float16")
     case("fp32", experts, 8, 2048, 768, plain, "float32")
     case("prompt", experts, 300, 2048, 768, plain, "bfloat16")

@@ -69,6 +69,10 @@ def main(capability: int) -> None:
         case(f"{name}, one token", experts_of, spec, 1, fill=True)
     for name in ("fp8", "nvfp4"):
         case(f"{name}, small batch", experts_of, spec_of(*CASES[name]), 8, fill=True)
+    channel = spec_of(fp8("float32", block=(1, None)), 2048, 768)
+    for num_tokens in (40, 1000):  # blocks of 64 and 128 tokens
+        for fill in (True, False):
+            case(f"fp8 channel, {num_tokens} tokens", experts_of, channel, num_tokens, fill=fill)
     case("int4 zeros, whole records", whole_records, spec_of(*CASES["int4 zeros"]))
     json.dump({"interpreted": device.is_interpreted(device.round_to), "rows": rows}, sys.stdout)
 

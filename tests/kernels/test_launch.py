@@ -36,6 +36,13 @@ def test_a_tile_fits_the_card(key: tuple[int, int], shared_kib: int) -> None:
     assert tile.stages * (block + tile.rows) * tile.cols * size <= shared_kib * KIB
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_tiles_that_fill_sum_in_the_same_order(block: int) -> None:
+    filling, other = (grouped_tile(2, block, 227 * KIB, fill=fill) for fill in (True, False))
+    assert filling.cols == other.cols
+    assert (filling == other) == (block < 64)
+
+
 def test_tiles_of_one_block_reduce_in_the_same_order() -> None:
     """A card may choose rows and stages; the order of a sum is the table's alone."""
     for tiles in GROUPED.values():

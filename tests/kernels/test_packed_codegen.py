@@ -37,3 +37,10 @@ def test_one_token_reads_codes_16_bytes_at_a_time(facts: Facts, name: str) -> No
 def test_batches_use_tensor_cores(facts: Facts, case: str) -> None:
     for row in rows(facts, case):
         assert row["tensor_core"] > 0, row
+
+
+@pytest.mark.parametrize("num_tokens", [40, 1000])
+def test_larger_blocks_compile(facts: Facts, num_tokens: int) -> None:
+    """With asynchronous tensor core instructions they do not; see `launch._synchronous`."""
+    for row in rows(facts, f"fp8 channel, {num_tokens} tokens"):
+        assert row["asynchronous_tensor_core"] == 0 < row["tensor_core"], row

@@ -111,7 +111,12 @@ def packed_one_token_tile(tile: Tile, columns: int) -> Tile:
 
 
 def grouped_tile(
-    element_bytes: int, block_tokens: int, shared_bytes: int, per_word: int = 1
+    element_bytes: int,
+    block_tokens: int,
+    shared_bytes: int,
+    *,
+    per_word: int = 1,
+    fill: bool = False,
 ) -> Tile:
     """The table's tile that fits a block's shared memory, with the stages that fit.
 
@@ -120,9 +125,10 @@ def grouped_tile(
         block_tokens: tokens of a block.
         shared_bytes: shared memory of a block.
         per_word: codes of a 32-bit word; 1 where weights are plain.
+        fill: weights are also stored.
     """
     if per_word > 1:
-        tile = GROUPED_PACKED[element_bytes, block_tokens][per_word]
+        tile = _synchronous(GROUPED_PACKED[element_bytes, block_tokens][per_word], block_tokens)
         # Of each stage inputs and codes; of one the weights that were made of them.
         step_bytes = (
             block_tokens * tile.cols * element_bytes + tile.rows * tile.cols * 4 // per_word
@@ -131,6 +137,8 @@ def grouped_tile(
         stages = min(tile.stages, (shared_bytes - weights_bytes) // step_bytes)
         return replace(tile, stages=max(1, stages))
     tiles = GROUPED[element_bytes, block_tokens]
+    if fill:
+        tiles = tuple(_synchronous(tile, block_tokens) for tile in tiles)
     for tile in tiles:
         step_bytes = (block_tokens + tile.rows) * tile.cols * element_bytes
         stages = min(tile.stages, shared_bytes // step_bytes)
@@ -148,3 +156,15 @@ def shared_memory_bytes(device: torch.device) -> int:
 
     properties = driver.active.utils.get_device_properties(device.index or 0)
     return int(properties["max_shared_mem"])
+
+
+def _synchronous(tile: Tile, block_tokens: int) -> Tile:
+    """A tile that no asynchronous tensor core instruction (wgmma) takes: those want four warps and
+    64 tokens.
+
+    Two errors of Triton 3.6 and 3.7 on sm_90 make that necessary. Weights that are used in a second
+    way, here to fill a slot, get a buffer less than stages, and the copy of a later step overwrites
+    what such an instruction still reads (seen on an H200: other sums with 64 tokens). And blocks
+    of 64 tokens and more with weights that are made in registers do not compile.
+    """
+    return replace(tile, rows=min(tile.rows, 64), warps=2) if block_tokens >= 64 else tile

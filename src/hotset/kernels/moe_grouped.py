@@ -259,11 +259,8 @@ def grouped(
         y_TKH = x_TH.new_empty(num_tokens, top_k, hidden, dtype=torch.float32)
     h_NI = x_TH.new_empty(num_tokens * top_k, inter)
     up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
-    limit = shared_memory_bytes(x_TH.device)
-    up, down = (
-        grouped_tile(x_TH.element_size(), grouping.block_tokens, limit, matrix.per_word)
-        for matrix in (up_matrix, down_matrix)
-    )
+    fills = fill_E is not None
+    up, down = (_tile(m, x_TH, grouping, fill=fills) for m in (up_matrix, down_matrix))
     units = up.rows // 2 if spec.gate.has_gate else up.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     blocks = (
@@ -274,7 +271,7 @@ def grouped(
         address_E,
         address_E if fill_E is None else fill_E,
     )
-    shared = _shared_constants(spec, grouping, fill=fill_E is not None)
+    shared = _shared_constants(spec, grouping, fill=fills)
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
         *blocks,
@@ -301,6 +298,16 @@ def grouped(
         **_launch_shape(down),
     )
     return y_TKH
+
+
+def _tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool) -> Tile:
+    return grouped_tile(
+        x_TH.element_size(),
+        grouping.block_tokens,
+        shared_memory_bytes(x_TH.device),
+        per_word=matrix.per_word,
+        fill=fill,
+    )
 
 
 def _shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> dict[str, Any]:

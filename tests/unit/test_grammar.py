@@ -113,7 +113,7 @@ def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
 
 
 def test_marks_are_special_tokens_where_there_is_one(compiler: GrammarCompiler) -> None:
-    matcher = compiler.lark(f"start: {compiler.mark('<end>')} {compiler.mark('<call>')}")
+    matcher = compiler.lark(f"start: {compiler.literal('<end>')} {compiler.literal('<call>')}")
     assert allowed(matcher) == {SPECIALS.index("<end>")}
     for token in (SPECIALS.index("<end>"), *byte_ids("<call>")):
         assert token in allowed(matcher)

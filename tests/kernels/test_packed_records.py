@@ -83,7 +83,7 @@ def test_products_of_dequantised_records_have_equal_bits(
     """
     experts = some_experts(name)
     tile = launch.Tile(32, 64, 4, 2)
-    monkeypatch.setattr(moe_grouped, "grouped_tile", lambda *_: tile)
+    monkeypatch.setattr(moe_grouped, "grouped_tile", lambda *_, **_options: tile)
     for kernels in (TRITON, REFERENCE):
         plain = dequantised(kernels, experts)
         assert torch.equal(output(kernels, plain), output(kernels, experts))

@@ -1,9 +1,9 @@
 """Prompts through an engine, timed: each repeat begins with the same owners of slots.
 
 Knows times, bytes over the link, the copy engine's rate and the device's peak; not what they are
-compared with. Prompts are random ids. The experts are drawn too, evenly, as the router of a random
-model sends most tokens of a layer to the same few: so all of them are used, the most that can cross
-the link.
+compared with. Prompts are random ids. The experts of more than `MATCH_TOKENS` tokens are drawn too,
+evenly, as the router of a random model sends most tokens of a layer to the same few: so all of them
+are used, the most that can cross the link.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from hotset.bench.timing import time_ms
 from hotset.core.costmodel import Rates
 from hotset.core.errors import RequestError
-from hotset.core.geometry import MoELayer
 from hotset.core.placement import Placement
 from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import StagingRule
@@ -30,9 +29,6 @@ from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.moe import MoERunner
 from hotset.runtime.prefill import run_together
 from hotset.runtime.tee import Tee
-
-# Tokens for which experts are drawn; longer blocks repeat them.
-_ROUTED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,6 @@ class PrefillRun:
     def __init__(self, engine: Engine, *, slots: float, rates: Rates) -> None:
         self._engine, self._slots, self._rates = engine, slots, rates
         self._modules = list(experts_modules(engine.model).values())
-        self._routed = [self._by_chance(layer) for layer in engine.geometry.layers]
         self._residents()  # refused now
         self._drawn: dict[tuple[int, int, int], torch.Tensor] = {}
 
@@ -184,22 +179,6 @@ class PrefillRun:
                 self._drawn[key] = ids_TK.to(block.ids_TK.dtype)
             spread.append(replace(block, ids_TK=self._drawn[key]))
         return spread
-
-    def _by_chance(self, layer: MoELayer) -> torch.Tensor:
-        """Distinct experts of so many tokens, [T, K]."""
-        source = torch.Generator().manual_seed(0)
-        keys_TE = torch.rand(_ROUTED_TOKENS, layer.num_experts, generator=source)
-        return keys_TE.topk(layer.top_k, dim=1).indices.to(self._engine.device)
-
-    def _rerouted(self, layer: int, blocks: Sequence[Block]) -> list[Block]:
-        """The blocks with experts by chance: others in each layer and block."""
-        ids_TK, out = self._routed[layer], []
-        for index, block in enumerate(blocks):
-            shift = 37 * layer + 11 * index
-            moved = torch.arange(shift, shift + block.num_tokens, device=ids_TK.device)
-            ids = ids_TK[moved % len(ids_TK)]
-            out.append(replace(block, ids_TK=ids.to(block.ids_TK.dtype)))
-        return out
 
     def _runner(self, layer: int, stream: ExpertStream | None) -> MoERunner:
         engine = self._engine

@@ -4,8 +4,7 @@ A layer's experts are cut into ranges of ascending ids. A group is one range: wh
 lies in a staging buffer, the rest where it is, and to a kernel they are all addresses. While one
 group is computed on, the next ones cross the link, and behind a layer's last group the next
 layer's first ones, whose routing is not known yet: they are computed on before the host has learnt
-it.
-Knows ids, residency and buffers; no tokens.
+it. Knows ids, residency and buffers; no tokens.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ class ExpertStream:
         here, first = self._early_ranges(early, resident_E)
         yield from self._run(layer, here, early, goes_on=False)
         known = need()
-        missing = np.flatnonzero(known.used_E & ~resident_E) if known.use_ring else np.array([])
+        missing = np.flatnonzero(known.used_E & ~resident_E & known.use_ring)
         ranges = self._ranges(layer, first, missing[missing >= first].tolist())
         goes_on = known.use_ring and known.num_used >= PREFETCH_SHARE * num_experts
         yield from self._run(layer, ranges, goes_on=goes_on and self._overlap)

@@ -36,12 +36,9 @@ class CompiledLayers:
         self._layers = list(decoder_layers(model))
         # One pass object for all: the compiler takes another one for another backend, and would
         # compile every layer anew.
-        options: dict[str, Any] = {
-            "post_grad_custom_pre_pass": Rewrites(),
-            # From sm_90 on its kernels are set up while the ones before run, as ours are: each
-            # waits before it reads what its predecessor wrote. Logits of 48 steps kept every bit.
-            "triton.enable_pdl": True,
-        }
+        # Its own dependent launch stays off: a generated kernel that loads nothing waits for
+        # nothing and ends before its predecessor, and who comes behind it would read too early.
+        options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewrites()}
         self._compiled = [
             torch.compile(layer.forward, dynamic=False, options=options) for layer in self._layers
         ]

@@ -14,7 +14,14 @@ from compile_kernels import AbsentGPU, Compiled
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from hotset.kernels import attention_decode, attention_prefill, device, kv_write, latent_decode
+from hotset.kernels import (
+    attention_decode,
+    attention_merge,
+    attention_prefill,
+    device,
+    kv_write,
+    latent_decode,
+)
 
 
 def layer(
@@ -49,6 +56,13 @@ def prompt(
     attention_prefill.prefill_attention(q_QTD, k_HPD, v_HPD, scale=0.1, **how)
 
 
+def merged(num_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """The same queries' attention to their past and to themselves."""
+    parts = [torch.empty(300, num_heads, dim, dtype=dtype) for _ in range(2)]
+    logs = [torch.empty(num_heads, 300) for _ in range(2)]
+    attention_merge.merge(parts[0], logs[0], parts[1], logs[1])
+
+
 def main(capability: int) -> None:
     compiled = Compiled()
     driver.set_active(AbsentGPU(capability))
@@ -81,6 +95,8 @@ def main(capability: int) -> None:
         rows.extend(compiled.facts(name))
     prompt(64, 8, 64, 64, bf16, window=128, sinks_Q=torch.empty(64, dtype=bf16), softcap=30.0)
     rows.extend(compiled.facts("prompt, sinks, window and cap"))
+    merged(32, 128, bf16)
+    rows.extend(compiled.facts("merged"))
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -9,7 +9,7 @@ import pytest
 from kernels.codegen import compile_facts
 
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
-PREFILL, LATENT = "_prefill_kernel", "_latent_kernel"
+PREFILL, LATENT, MERGE = "_prefill_kernel", "_latent_kernel", "_merge_kernel"
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +64,23 @@ def test_a_prompts_keys_stream_into_tensor_cores(
     assert row["shared_bytes"] <= 99 * 1024, row
 
 
+def test_parts_are_merged_16_bytes_at_a_time(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
+    row = facts["merged", MERGE]
+    assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 2, row
+
+
 def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
     for row in (facts["fp32", PARTIAL], facts["prompt, fp32", PREFILL]):
         assert row["tensor_core"] == 0 and row["tf32"] == 0, row
 
 
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    cases = {case for case, _ in facts}
+    cases = {case for case, _ in facts} - {"merged"}
     prompts = {case for case in cases if case.startswith("prompt")}
     latents = {case for case in cases if case.startswith("latents")}
     assert (len(prompts), len(latents), len(cases)) == (5, 3, 13)
     expected = {(case, kernel) for case in cases - prompts for kernel in (REDUCE, WRITE)}
     expected |= {(case, PARTIAL) for case in cases - prompts - latents}
     expected |= {(case, LATENT) for case in latents}
-    assert facts.keys() == expected | {(case, PREFILL) for case in prompts}
+    expected |= {(case, PREFILL) for case in prompts}
+    assert facts.keys() == expected | {("merged", MERGE)}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotset.kernels import attention, attention_reference
+from hotset.kernels import attention_reference, attention_torch
 from hotset.kernels.attention import AttentionKernels
 from kernels.support import DEVICE, EPS32
 
@@ -140,7 +140,7 @@ def test_torchs_kernel_with_values_padded_to_the_width_of_keys() -> None:
     prompt = CASES["unequal widths"]
     given = make(prompt)
     tensors = (given["q_QTD"], given["k_HPD"], given["v_HPD"])
-    got = attention._fused_by_torch(*tensors, prompt.scale)
+    got = attention_torch.prefill_attention(*tensors, scale=prompt.scale)
     assert got.shape == (prompt.new, prompt.num_heads, prompt.value_dim)
     assert excess(got, prompt, given) <= 1
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from hotset.kernels import attention_reference as reference
+from hotset.kernels import attention_torch
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ class AttentionKernels:
             window = None
         if self.name == "reference":
             attend = reference.prefill_attention
-        elif is_plain and window is None and _torch_is_fused(q_QTD, v_HPD):
-            return _fused_by_torch(q_QTD, k_HPD, v_HPD, scale)
+        elif is_plain and window is None and attention_torch.takes(q_QTD, v_HPD):
+            return attention_torch.prefill_attention(q_QTD, k_HPD, v_HPD, scale=scale)
         else:
             from hotset.kernels.attention_prefill import prefill_attention as attend
         tensors = (_whole_heads(x) for x in (q_QTD, k_HPD, v_HPD))
@@ -199,33 +198,6 @@ class AttentionKernels:
         write_kv(
             _whole_heads(k_BTHD), _whole_heads(v_BTHD), k_pool, v_pool, block_table_BN, lengths_B
         )
-
-
-def _torch_is_fused(q_QTD: torch.Tensor, v_HPD: torch.Tensor) -> bool:
-    """Whether torch's flash attention takes these: where it does not, torch would build the whole
-    mask. It is written for compute capability 8.0 and newer."""
-    half = q_QTD.dtype in (torch.bfloat16, torch.float16)
-    widths = v_HPD.shape[2] <= q_QTD.shape[2] <= 256
-    if not (q_QTD.is_cuda and half and widths):
-        return False
-    return torch.cuda.get_device_capability(q_QTD.device) >= (8, 0)
-
-
-def _fused_by_torch(
-    q_QTD: torch.Tensor, k_HPD: torch.Tensor, v_HPD: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Causal attention by torch's flash kernel, which shares KV heads without copying them.
-
-    It knows one width. Narrower values get columns of zeros: 192 beside 128 is then as much work as
-    in our kernel, whose tiles are powers of two (192 + 192 columns of a pair, or 256 + 128).
-    """
-    mask = causal_lower_right(q_QTD.shape[1], k_HPD.shape[1])
-    value_dim, missing = v_HPD.shape[2], q_QTD.shape[2] - v_HPD.shape[2]
-    v_HPD = functional.pad(v_HPD, (0, missing)) if missing else v_HPD
-    out = functional.scaled_dot_product_attention(
-        q_QTD[None], k_HPD[None], v_HPD[None], attn_mask=mask, scale=scale, enable_gqa=True
-    )
-    return out[0, ..., :value_dim].transpose(0, 1)
 
 
 def ring_blocks(window: int, block_tokens: int) -> int:

@@ -50,7 +50,7 @@ def test_the_gpu_draws_the_cpus_tokens(dtype: torch.dtype, vocab: int) -> None:
     params = make_params()
     on_gpu = moved(params)
     buffers = SampleBuffers.make(NUM_ROWS, vocab, device=CUDA)
-    for seed in range(4):
+    for seed in range(2):
         logits_BV = make_logits(vocab, dtype, seed=seed)
         for _ in range(2):
             want, _ = spec.sample(logits_BV, params)

@@ -29,9 +29,9 @@ NUM_TOKENS = 24
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_captured_rows_carry_their_states(model_type: str, tmp_path: Path) -> None:
-    """Rows of different length, captured and launch by launch."""
+    """Rows of different length, captured and launch by launch; nothing falls back."""
     family = make_family(model_type, tmp_path / model_type)
-    captured = answers(family, LENGTHS, num_tokens=NUM_TOKENS)
+    captured = answers(family, LENGTHS, num_tokens=NUM_TOKENS, strict=True)
     assert all(len(set(tokens)) > 2 for tokens in captured)
     eager = answers(family, LENGTHS, num_tokens=NUM_TOKENS, graphs=False)
     assert eager == captured

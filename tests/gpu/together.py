@@ -31,5 +31,6 @@ def answers(
                 for n in lengths
             ]
             got.run(scheduler)
+        assert not got.errors, got.errors
         assert engine.store.audit() == []
     return [got.tokens[number] for number in numbers]

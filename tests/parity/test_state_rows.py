@@ -6,17 +6,27 @@ written shows.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.backends.debugging import aot_eager
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from families import Family, difference, make_family, text
 from hotset.models.attention import shared_compilation
 from hotset.models.attention_probe import find_attention
-from hotset.models.linear_kernels import missing_packages
+from hotset.models.linear_kernels import (
+    keep_to_plain_torch,
+    missing_packages,
+    plain_torch,
+    used_packages,
+)
 from hotset.runtime.decoding import warn_of_plain_torch
 from hotset.runtime.engine import Engine
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
@@ -175,7 +185,8 @@ def test_layers_share_their_compilation() -> None:
 
         def count(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
             graphs.append(graph)
-            return graph.forward
+            # As the compiler does, which refuses states that are views of one tensor.
+            return aot_eager(graph, inputs)
 
         with shared_compilation(stock, [layer.path for layer in (*found.layers, *found.states)]):
             for layer in stock.model.layers:
@@ -198,6 +209,35 @@ def test_what_runs_in_plain_torch_on_a_gpu_is_said(caplog: pytest.LogCaptureFixt
     warn_of_plain_torch(model, torch.device("cuda"))
     assert len(caplog.messages) == bool(want)
     assert all(name in caplog.text for name in want)
+
+
+@use_kernel_func_from_hub_with_fallback("degrees", "math")
+def degrees(x: float) -> str:
+    """A function for which an installed package has another: `math.degrees`."""
+    return f"plain {x}"
+
+
+def test_kernels_of_packages_are_left_out_where_there_is_no_gpu() -> None:
+    assert degrees(math.pi) == 180.0
+    with plain_torch():
+        assert degrees(1.0) == "plain 1.0"
+        with plain_torch(), ThreadPoolExecutor() as others:
+            assert degrees(1.0) == "plain 1.0"
+            assert others.submit(degrees, math.pi).result() == 180.0
+    assert degrees(math.pi) == 180.0
+
+    model: Any = build_tiny("qwen3_next")
+    used = used_packages(model)
+    assert not set(used) & set(missing_packages(model))
+    module = sys.modules[type(model).__module__]
+    module.degrees = degrees  # type: ignore[attr-defined]
+    try:
+        assert used_packages(model) == tuple(sorted((*used, "math")))
+        model.forward = degrees
+        keep_to_plain_torch(model)
+        assert model(1.0) == "plain 1.0"
+    finally:
+        del module.degrees  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")

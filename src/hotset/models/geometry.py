@@ -28,6 +28,7 @@ from hotset.core.record import DTYPE_BYTES
 from hotset.models.attention_probe import find_attention
 from hotset.models.footprint import Footprint, measure
 from hotset.models.gate import find_gate
+from hotset.models.linear_kernels import plain_torch
 from hotset.models.seam import (
     IMPLEMENTATION,
     class_config,
@@ -148,7 +149,7 @@ def build_meta(config: PretrainedConfig, dtype: str | None = None) -> MetaModel:
         _layer(model, path, module, [p for p in params if p.module == path], dtype_name)
         for path, module in experts_modules(model).items()
     )
-    with _stock_code(stock):
+    with _stock_code(stock), plain_torch():  # kernels cannot run on tensors without values
         geometry = _geometry(model, config, layers, dtype_name)
     return MetaModel(model, params, towers, geometry, config)
 

@@ -22,6 +22,7 @@ from hotset.checkpoint.resident import resident_state_dict
 from hotset.checkpoint.validate import check_materialised
 from hotset.core.errors import CheckpointError, explain_out_of_memory
 from hotset.core.units import format_bytes
+from hotset.models.linear_kernels import keep_to_plain_torch
 from hotset.models.seam import IMPLEMENTATION, class_config, hotset_class, model_class
 
 
@@ -61,6 +62,8 @@ def load_resident(
     _check(info)
     check_materialised(model)
     model.eval()
+    if device.type != "cuda":
+        keep_to_plain_torch(model)
     return model
 
 

@@ -187,6 +187,8 @@ class DecodeStep:
         """
         run = self._run if options.layers is None else self._run_compiled
         if not options.graph:
+            if options.layers is not None:
+                run()  # what cannot be compiled shows here, where weaker options are left
             return run
         side = torch.cuda.Stream(self.batch.pool.device)
         side.wait_stream(torch.cuda.current_stream())

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack
 from transformers.cache_utils import LinearAttentionLayer
 
 from hotset.core.geometry import StateLayer
@@ -68,9 +69,14 @@ class StateRows:
 
     def places(self, index: int, size: int) -> StateTensors:
         """One layer's states of a decode step's places, [B, ...]; they never move. Steps of all
-        sizes use the same ones, since one runs at a time."""
+        sizes use the same ones, since one runs at a time.
+
+        Each is a tensor of its own to torch, though their bytes lie side by side: a layer writes
+        to several, and the compiler refuses to when they are views of one.
+        """
         assert size <= len(self._places_BW), (size, len(self._places_BW))
-        return self._tensors(index, self._places_BW[:size])
+        tensors = self._tensors(index, self._places_BW[:size])
+        return {key: from_dlpack(tensor) for key, tensor in tensors.items()}
 
     def fetch(self, rows_B: torch.Tensor) -> None:
         """Copies the states of rows into the places; part of a captured step.

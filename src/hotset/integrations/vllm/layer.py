@@ -26,7 +26,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import MoELayer
-from hotset.integrations.vllm import records
+from hotset.integrations.vllm import cpu_routing, records
 from hotset.integrations.vllm.config import KEY, PluginConfig
 from hotset.integrations.vllm.metrics import serve_counts
 from hotset.integrations.vllm.model import ModelExperts
@@ -105,6 +105,22 @@ class HotsetMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         """[T, H]; vLLM runs shared experts itself beside a method without kernels of its own."""
         return routed_experts(x, topk_weights, topk_ids, self._index)
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether vLLM hands over logits (`apply_monolithic`) or routed ids (`apply`)."""
+        return cpu_routing.experts_route(self._model.device)
+
+    def apply_monolithic(
+        self,
+        layer: nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H]; see `cpu_routing`."""
+        weights_TK, ids_TK = cpu_routing.route(layer, x, router_logits)
+        return routed_experts(x, weights_TK, ids_TK, self._index)
 
 
 class HotsetExperts(RoutedExperts):

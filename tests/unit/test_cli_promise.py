@@ -95,7 +95,8 @@ FLAGS = {
     ],
     "hotset bench serve": [
         *("--device", "--json", "--kernels", "--layers", "--long-prompt", "--prefill-share"),
-        *("--prompt-tokens", "--rows", "--shape", "--slots", "--streams", "--tokens", "--vram"),
+        *("--prompt-tokens", "--rows", "--shape", "--slots", "--streams", "--tokens", "--trace"),
+        "--vram",
     ],
     "hotset bench generate": [
         *("--context", "--device", "--format", "--json", "--kernels", "--layers", "--max-tokens"),

@@ -19,6 +19,7 @@ import torch
 from hotset.bench.timing import time_ms
 from hotset.core.costmodel import Rates
 from hotset.core.errors import RequestError
+from hotset.core.geometry import ModelGeometry
 from hotset.core.placement import Placement
 from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import StagingRule
@@ -84,6 +85,32 @@ def num_resident(slots: float, num_experts: int) -> int:
     return int(slots * num_experts + 1e-6)
 
 
+class EvenRouting:
+    """Sends the tokens of a prompt to experts by chance; drawn once for each shape of block, the
+    first time that it comes.
+
+    Args:
+        geometry: of the model.
+    """
+
+    def __init__(self, geometry: ModelGeometry) -> None:
+        self._layers = geometry.layers
+        self._drawn: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def __call__(self, layer: int, blocks: Sequence[Block]) -> list[Block]:
+        """The same tokens, otherwise routed."""
+        spread = []
+        for index, block in enumerate(blocks):
+            key = (layer, index, block.num_tokens)
+            if key not in self._drawn:
+                num_experts = self._layers[layer].num_experts
+                draws_TE = torch.rand(block.num_tokens, num_experts, device=block.ids_TK.device)
+                ids_TK = draws_TE.topk(block.ids_TK.shape[1]).indices
+                self._drawn[key] = ids_TK.to(block.ids_TK.dtype)
+            spread.append(replace(block, ids_TK=self._drawn[key]))
+        return spread
+
+
 class PrefillRun:
     """Prompts on one engine.
 
@@ -100,7 +127,7 @@ class PrefillRun:
         self._engine, self._slots, self._rates = engine, slots, rates
         self._modules = list(experts_modules(engine.model).values())
         self._residents()  # refused now
-        self._drawn: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._even = EvenRouting(engine.geometry)
 
     def measure(
         self,
@@ -155,7 +182,7 @@ class PrefillRun:
         run = partial(
             run_together,
             modules=self._modules,
-            experts=lambda layer, blocks: runners[layer].run(self._spread(layer, blocks)),
+            experts=lambda layer, blocks: runners[layer].run(self._even(layer, blocks)),
         )
 
         def prompt() -> None:
@@ -166,19 +193,6 @@ class PrefillRun:
                 int(logits_V.argmax())  # the first token; waits for the device
 
         return time_ms(prompt, device=engine.device, repeats=1, warmup=0)[0]
-
-    def _spread(self, layer: int, blocks: Sequence[Block]) -> list[Block]:
-        """The same tokens, sent to experts by chance; drawn once, before anything is timed."""
-        spread = []
-        for index, block in enumerate(blocks):
-            key = (layer, index, block.num_tokens)
-            if key not in self._drawn:
-                num_experts = self._engine.geometry.layers[layer].num_experts
-                draws_TE = torch.rand(block.num_tokens, num_experts, device=block.ids_TK.device)
-                ids_TK = draws_TE.topk(block.ids_TK.shape[1]).indices
-                self._drawn[key] = ids_TK.to(block.ids_TK.dtype)
-            spread.append(replace(block, ids_TK=self._drawn[key]))
-        return spread
 
     def _runner(self, layer: int, stream: ExpertStream | None) -> MoERunner:
         engine = self._engine

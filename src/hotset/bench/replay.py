@@ -27,7 +27,7 @@ class Replay:
     Attributes:
         ids_TBLK: [T, B, L, K] int64, of T steps with B rows.
         note: how they were made, and what is not as in a real trace of this model.
-        distortion: what makes figures better than they would be, for the rows; empty for nothing.
+        distortion: what makes figures others than they would be, for the rows; empty for nothing.
     """
 
     ids_TBLK: IntArray
@@ -95,6 +95,17 @@ def never_again(geometry: ModelGeometry, *, num_tokens: int, num_rows: int = 1) 
         for layer in geometry.layers
     ]
     return Replay(np.stack(ids, axis=2), "every expert in turn")
+
+
+def by_chance(geometry: ModelGeometry, *, num_tokens: int, num_rows: int = 1) -> Replay:
+    """Routing without favourites or memory, the same at every call: hits are the share of slots."""
+    rng = np.random.default_rng(0)
+    ids = [
+        rng.random((num_tokens, num_rows, layer.num_experts)).argsort(axis=2)[..., : layer.top_k]
+        for layer in geometry.layers
+    ]
+    note = "experts drawn by chance, each as likely as any"
+    return Replay(np.stack(ids, axis=2), note, "experts by chance")
 
 
 def _streams(trace: Trace, geometry: ModelGeometry) -> tuple[int, int]:

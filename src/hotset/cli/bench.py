@@ -196,7 +196,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     )
     from hotset.bench.prefill import PrefillBench
     from hotset.bench.random_weights import RandomWeights
-    from hotset.bench.serve import with_slots
+    from hotset.bench.serve_load import with_slots
     from hotset.bench.shapes import shape_config
     from hotset.runtime.engine import Engine
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,10 +27,15 @@ from hotset.cli.options import (
     engine_config,
 )
 from hotset.cli.progress import loading_bar
-from hotset.core.config import EngineConfig
+from hotset.core.config import MAX_BATCH, EngineConfig
+from hotset.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hotset.bench.random_weights import RandomWeights
+    from hotset.bench.replay import Replay
     from hotset.bench.rows import Row
+    from hotset.bench.serve_load import Load
+    from hotset.core.geometry import ModelGeometry
 
 
 def serve(  # noqa: PLR0913 - one parameter for each flag
@@ -42,12 +49,21 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         str, typer.Option(metavar="COUNTS", help="Numbers of streams, each a run.")
     ] = "1,2,4,8",
     slots: Annotated[
-        str, typer.Option(metavar="SHARES", help="Shares of experts with a slot, each a load.")
+        str, typer.Option(metavar="SHARES", help="Shares of experts with a slot.")
     ] = "0.25,0.5,1",
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Routing to replay (see `hotset simulate`); without it experts are drawn by "
+            "chance, and hits are the share of slots.",
+        ),
+    ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Random prompt ids of a stream.")] = 64,
     tokens: Annotated[int, typer.Option(help="Tokens of a stream that are timed.")] = 128,
     long_prompt: Annotated[
-        int, typer.Option(help="Tokens of a prompt beside the most streams; 0 leaves it out.")
+        int,
+        typer.Option(help="Tokens of prompts beside all streams but one; 0 leaves them out."),
     ] = 8192,
     prefill_share: PrefillShare = EngineConfig.prefill_share,
     rows: Rows = None,
@@ -55,9 +71,9 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
 ) -> None:
     """Answer several streams at once, as a server does, against the cost model.
 
-    Example: `hotset bench serve --shape qwen3-30b-a3b --streams 1,8 --slots 0.25`
+    Example: `hotset bench serve --trace moe-54m.npz --streams 1,8 --slots 0.25`
     """
-    counts = read_counts(streams, "--streams")
+    counts = _read_streams(streams)
     shares = read_shares(slots, "--slots")
     check_count("--layers", layers)
     check_count("--prompt-tokens", prompt_tokens)
@@ -68,14 +84,56 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         f"random {shape}", vram=vram, device=device, kernels=kernels, prefill_share=prefill_share
     )
     from hotset.bench.random_weights import RandomWeights
-    from hotset.bench.serve import Load, bench_serve, with_slots
+    from hotset.bench.serve_load import WARM_TOKENS, Load
     from hotset.bench.shapes import shape_config
 
-    source = RandomWeights(shape_config(shape, num_layers=layers))
     load = Load(tuple(counts), prompt_tokens, tokens, long_prompt)
     config = load.config(config)
-    found: list[Row] = []
-    for each in [with_slots(source, config, share) for share in shares]:
+    stock = shape_config(shape, num_layers=layers, context_tokens=load.context_tokens)
+    source = RandomWeights(stock)
+    if reason := source.geometry.attention_reason:
+        raise ConfigError(f"streams of this shape are answered one by one: {reason}")
+    num_tokens, num_rows = WARM_TOKENS + tokens, max(config.batch_sizes)
+    replay = _replay(trace, source.geometry, num_tokens=num_tokens, num_rows=num_rows)
+    typer.echo(replay.note, err=True)
+    name = shape if not replay.distortion else f"{shape} ({replay.distortion})"
+    report(_rows(source, config, load, replay, shares, name), rows, as_json=as_json)
+
+
+def _read_streams(text: str) -> list[int]:
+    counts = read_counts(text, "--streams")
+    if max(counts) > MAX_BATCH:
+        raise ConfigError(f"`--streams` has {max(counts)}, the most is {MAX_BATCH}")
+    return counts
+
+
+def _rows(
+    source: RandomWeights,
+    config: EngineConfig,
+    load: Load,
+    replay: Replay,
+    shares: list[float],
+    shape: str,
+) -> Iterator[Row]:
+    """Of one load after the other; all of them are planned before the first begins."""
+    from hotset.bench.serve import bench_serve
+    from hotset.bench.serve_load import loads_of, with_slots
+
+    loads = [(group, with_slots(source, config, group[0])) for group in loads_of(shares)]
+    for group, sized in loads:
         with loading_bar() as progress:
-            found += bench_serve(source, each, load, shape=shape, progress=progress)
-    report(found, rows, as_json=as_json)
+            yield from bench_serve(
+                source, sized, load, replay, group, shape=shape, progress=progress
+            )
+
+
+def _replay(
+    trace: Path | None, geometry: ModelGeometry, *, num_tokens: int, num_rows: int
+) -> Replay:
+    """Routing for the tokens that count and those before them; a longer answer goes round."""
+    from hotset.bench.replay import by_chance, map_trace
+    from hotset.core.trace import load_trace
+
+    if trace is None:
+        return by_chance(geometry, num_tokens=num_tokens, num_rows=num_rows)
+    return map_trace(load_trace(trace), geometry, num_tokens=num_tokens, num_rows=num_rows)

@@ -31,6 +31,9 @@ from hotset.runtime.steps import Steps
 
 logger = logging.getLogger(__name__)
 
+# (rows of a step, MoE layer) -> ids that are routed instead, [B, K] int64 at a fixed address
+Route = Callable[[int, int], torch.Tensor]
+
 
 def choose_policy(
     geometry: ModelGeometry,
@@ -85,7 +88,9 @@ def first_that_works(
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # Of what the compiler raises, what is inside says why.
+            error_inside = getattr(error, "inner_exception", error)
+            reason = (str(error_inside).strip() or type(error_inside).__name__).splitlines()[0]
             said = f"the decode step cannot be made with {attempt}: {reason}"
             if strict or index == len(options) - 1:
                 hint = "`--no-compiled` and `--no-graphs` leave a part out; `--debug` says more"
@@ -169,10 +174,17 @@ class Decoding:
         self._sizes = config.batch_sizes
         self.options, self.steps = self._make_steps(options)
 
-    def _make_steps(self, options: DecodeOptions) -> tuple[DecodeOptions, list[DecodeStep]]:
+    def _make_steps(
+        self,
+        options: DecodeOptions,
+        *,
+        before: Callable[[], None] | None = None,
+        route: Route | None = None,
+    ) -> tuple[DecodeOptions, list[DecodeStep]]:
         made = []
         for size in self._sizes:
-            make = partial(self._make, size=size)
+            ids = None if route is None else partial(route, size)
+            make = partial(self._make, size=size, before=before, route=ids)
             options, step = first_that_works(make, weaker_options(options), strict=self._strict)
             made.append(step)
         return options, made
@@ -195,6 +207,21 @@ class Decoding:
             yield
         finally:
             self.steps = captured
+
+    @contextmanager
+    def routed(self, route: Route, *, before: Callable[[], None]) -> Iterator[None]:
+        """Within the block the same steps send tokens where `route` says, not where the model's
+        routers do (for benchmarks). Nothing may be in flight at its ends.
+
+        Args:
+            before: queued at the start of every step.
+        """
+        own = self.steps
+        _, self.steps = self._make_steps(self.options, before=before, route=route)
+        try:
+            yield
+        finally:
+            self.steps = own
 
     @property
     def captured(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -32,17 +32,14 @@ from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
+from hotset.runtime.blocks import Block
 from hotset.runtime.chunks import chunks_of
-from hotset.runtime.decoding import (
-    Decoding,
-    choose_policy,
-    warn_of_plain_torch,
-)
+from hotset.runtime.decoding import Decoding, choose_policy, warn_of_plain_torch
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.known_rates import described, staging_rule
 from hotset.runtime.memory import room_for_step
-from hotset.runtime.moe import MoERunner
+from hotset.runtime.moe import make_runners
 from hotset.runtime.planning import logits_chunk, plan_engine
 from hotset.runtime.policies import initial_residents
 from hotset.runtime.prefill import BetweenLayers, run_together
@@ -163,21 +160,17 @@ class Engine(Closing):
         tee = Tee(self.policy, self.store) if self.policy.moves else None
         stream = ExpertStream(self.store) if self.store.ring.nbytes else None
         staging = staging_rule(self.geometry, self.config, described(self.machine))
-        modules = experts_modules(self.model).values()
-        self._runners = [
-            MoERunner(
-                layer,
-                module,
-                store=self.store,
-                kernels=self.kernels,
-                log=log,
-                stream=stream,
-                staging=staging,
-                fills=fills.layers[layer] if fills else None,
-                tee=tee,
-            )
-            for layer, module in enumerate(modules)
-        ]
+        modules = list(experts_modules(self.model).values())
+        self._runners = make_runners(
+            modules,
+            store=self.store,
+            kernels=self.kernels,
+            log=log,
+            stream=stream,
+            staging=staging,
+            fills=fills.layers if fills else None,
+            tee=tee,
+        )
         for module, runner in zip(modules, self._runners, strict=True):
             bind_experts(module, runner)
         return Steps(self.store, log, fills)
@@ -214,6 +207,10 @@ class Engine(Closing):
     def experts_module(self, layer: int) -> nn.Module:
         """The stock experts module of a MoE layer."""
         return list(experts_modules(self.model).values())[layer]
+
+    def run_experts(self, layer: int, blocks: Items[Block]) -> list[torch.Tensor]:
+        """A layer's output for each block of a prompt; see `MoERunner.run`."""
+        return self._runners[layer].run(blocks)
 
     @property
     def traffic(self) -> Traffic:
@@ -266,12 +263,15 @@ class Engine(Closing):
         yield out
 
     @contextmanager
-    def scheduling(self, *, max_waiting: int) -> Iterator[Scheduler]:
+    def scheduling(
+        self, *, max_waiting: int, change: Callable[[Parts], Parts] = lambda parts: parts
+    ) -> Iterator[Scheduler]:
         """Within the block requests are answered by the scheduler that it gives, up to
         `config.max_batch` at a time, and in no other way.
 
         Args:
             max_waiting: more requests than these may not wait for a row.
+            change: puts others in the place of what the scheduler runs (benchmarks do).
 
         Raises:
             RequestError: the engine is closed, or answers already.
@@ -289,7 +289,7 @@ class Engine(Closing):
                 context_tokens=self.plan.context_tokens,
                 prefill_share=self.config.prefill_share,
             )
-            with Scheduler(parts, max_waiting=max_waiting) as scheduler:
+            with Scheduler(change(parts), max_waiting=max_waiting) as scheduler:
                 self._scheduler = scheduler
                 del parts
                 yield scheduler
@@ -301,7 +301,7 @@ class Engine(Closing):
         run = partial(
             run_together,
             modules=list(experts_modules(self.model).values()),
-            experts=lambda layer, blocks: self._runners[layer].run(blocks),
+            experts=self.run_experts,
             between_layers=between_layers,
         )
         return sequence.take_in(list(self._forwards(ids, self.plan.prefill_chunk)), run)

@@ -216,6 +216,39 @@ class MoERunner:
             one.add(address_E, first=first, stop=stop)
 
 
+def make_runners(
+    modules: Sequence[nn.Module],
+    *,
+    store: ExpertStore,
+    kernels: Kernels,
+    log: RoutingLog,
+    stream: ExpertStream | None,
+    staging: StagingRule,
+    fills: Sequence[LayerMatch] | None,
+    tee: Tee | None,
+) -> list[MoERunner]:
+    """The runner of each MoE layer, all by the same rules; see `MoERunner`.
+
+    Args:
+        modules: the stock experts modules, by layer.
+        fills: by layer; `None` for steps that never fill.
+    """
+    return [
+        MoERunner(
+            layer,
+            module,
+            store=store,
+            kernels=kernels,
+            log=log,
+            stream=stream,
+            staging=staging,
+            fills=None if fills is None else fills[layer],
+            tee=tee,
+        )
+        for layer, module in enumerate(modules)
+    ]
+
+
 def _counts(ids_TK: IntArray, sizes: Sequence[int], num_experts: int) -> IntArray:
     """Tokens of each expert in each of the parts of these sizes, [P, E]."""
     counts_PE = np.zeros((len(sizes), num_experts), dtype=np.int64)

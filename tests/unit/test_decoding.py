@@ -18,7 +18,12 @@ from hotset.core.policy import DEFAULT_HALF_LIFE, HalfLife
 from hotset.core.profile import PolicyReplay, Profile
 from hotset.models.compiled import CompiledLayers
 from hotset.runtime.decode import DecodeOptions, DecodeStep
-from hotset.runtime.decoding import choose_policy, first_that_works, weaker_options
+from hotset.runtime.decoding import (
+    choose_policy,
+    first_that_works,
+    warn_of_library_cache,
+    weaker_options,
+)
 from hotset.runtime.policies import policy_for
 
 ASKED = DecodeOptions(graph=True, layers=cast(CompiledLayers, object()))
@@ -117,3 +122,15 @@ def test_a_policy_that_can_do_nothing_is_said(
     plan: Any = SimpleNamespace(num_slots=num_slots)
     chosen = choose_policy(geometry, plan, EngineConfig(model="pocket", policy=policy))
     assert chosen.name == (policy or "none") and caplog.messages == said
+
+
+def test_what_the_librarys_cache_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    plan: Any = SimpleNamespace(prefill_chunk=2048)
+    warn_of_library_cache("it has an indexer", plan, torch.device("cpu"), strict=True)
+    assert caplog.messages == []
+    warn_of_library_cache("it has an indexer", plan, torch.device("cuda"), strict=False)
+    (said,) = caplog.messages
+    assert "each 2048 tokens of a prompt bring the experts that they miss anew" in said
+    assert "it has an indexer" in said and "`--prefill-chunk`" in said
+    with pytest.raises(HardwareError, match="it has an indexer"):
+        warn_of_library_cache("it has an indexer", plan, torch.device("cuda"), strict=True)

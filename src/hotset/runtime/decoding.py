@@ -62,6 +62,29 @@ def warn_of_plain_torch(model: PreTrainedModel, device: torch.device) -> None:
         )
 
 
+def warn_of_library_cache(
+    reason: str, plan: MemoryPlan, device: torch.device, *, strict: bool
+) -> None:
+    """Says what it costs that a model on a GPU runs in the library's own cache.
+
+    Args:
+        reason: why its attention does not run over the KV pool.
+        strict: it is an error.
+
+    Raises:
+        HardwareError: it is.
+    """
+    if device.type != "cuda":
+        return
+    said = (
+        "decode runs launch by launch in the library's cache, and each "
+        f"{plan.prefill_chunk} tokens of a prompt bring the experts that they miss anew: {reason}"
+    )
+    if strict:
+        raise HardwareError(said, hint="leave `--strict` out to run it all the same")
+    logger.warning("%s; with a larger `--prefill-chunk` they come less often", said)
+
+
 def weaker_options(options: DecodeOptions) -> list[DecodeOptions]:
     """What may be tried in turn: as asked, without fusing, and without capturing either."""
     tried = [options]

@@ -7,7 +7,6 @@ modules' business; this one decides what runs in a step, and gives everything ba
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
@@ -21,7 +20,7 @@ from torch import nn
 
 from hotset.core.closing import Closing
 from hotset.core.config import EngineConfig
-from hotset.core.errors import HardwareError, RequestError, explain_out_of_memory
+from hotset.core.errors import RequestError, explain_out_of_memory
 from hotset.core.hardware import Machine
 from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
@@ -34,7 +33,12 @@ from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.models.seam import bind_experts, experts_modules
 from hotset.runtime.blocks import Block
 from hotset.runtime.chunks import chunks_of
-from hotset.runtime.decoding import Decoding, choose_policy, warn_of_plain_torch
+from hotset.runtime.decoding import (
+    Decoding,
+    choose_policy,
+    warn_of_library_cache,
+    warn_of_plain_torch,
+)
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
 from hotset.runtime.known_rates import described, staging_rule
@@ -54,8 +58,6 @@ from hotset.runtime.sequences import Sequence
 from hotset.runtime.steps import Steps
 from hotset.runtime.tee import Tee
 from hotset.runtime.weights import Progress, WeightSource
-
-logger = logging.getLogger(__name__)
 
 
 class Engine(Closing):
@@ -197,11 +199,7 @@ class Engine(Closing):
                     device=self.device,
                     triton=self.kernels.name == "triton",
                 )
-        if self.device.type == "cuda":
-            said = f"decode runs launch by launch in the library's cache: {reason}"
-            if self.config.strict:
-                raise HardwareError(said, hint="leave `--strict` out to run it all the same")
-            logger.warning("%s", said)
+        warn_of_library_cache(reason, self.plan, self.device, strict=self.config.strict)
         return None
 
     def experts_module(self, layer: int) -> nn.Module:

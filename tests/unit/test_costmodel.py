@@ -13,17 +13,12 @@ from repository import ROOT
 
 from hotset.core.costmodel import (
     Rates,
-    attention_flops,
     cpu_break_even,
     decode_step,
     distinct_experts,
-    expert_flops,
     predict_load_seconds,
-    predict_prompt,
     predict_step,
-    sum_of_contexts,
 )
-from hotset.core.geometry import AttentionLayer
 from hotset.core.machine import MachineDescription
 
 RATES = Rates(50.0, 55.0, 4000.0, gemm_tflops=200.0, cpu_gbps=60.0, disk_gbps=2.0, layer_us=60.0)
@@ -140,46 +135,6 @@ def test_without_the_layer_time_measured_steps_are_missed() -> None:
     off = [abs(step.predicted_ms(layer_us=0.0) / step.ms - 1) for step in measured_steps()]
     assert len(off) >= 20
     assert max(off) > WITHIN
-
-
-def test_a_prompt_streams_cold_experts_once_for_each_forward() -> None:
-    args = {"num_tokens": 1000, "resident_share": [0.25] * 3, "ring_tokens": 65}
-    whole = predict_prompt(t1(), RATES, chunk_tokens=1000, **args)
-    chunks = predict_prompt(t1(), RATES, chunk_tokens=400, **args)
-    assert (whole.num_passes, chunks.num_passes) == (1, 3)
-    assert whole.stream_ms == pytest.approx(0.75 * 48 * 98_304 / 55 / 1e6)
-    assert chunks.stream_ms == pytest.approx(3 * whole.stream_ms)
-
-
-def test_a_short_prompt_reads_in_place() -> None:
-    args = {"chunk_tokens": 64, "resident_share": [0.0] * 3, "ring_tokens": 65}
-    short = predict_prompt(t1(), RATES, num_tokens=64, **args)
-    experts = distinct_experts(t1().layers[0], 64)
-    assert short.stream_ms == pytest.approx(3 * experts * 98_304 / 50 / 1e6)
-
-
-def test_a_long_prompt_is_bound_by_its_products() -> None:
-    args = {"resident_share": [0.5] * 3, "ring_tokens": 65}
-    cost = predict_prompt(t1(), RATES, num_tokens=8192, chunk_tokens=8192, **args)
-    flops = 3 * 8192 * 4 * 6 * 128 * 128
-    assert cost.experts_ms == pytest.approx(flops / 200e9)
-    assert cost.experts_ms > cost.stream_ms
-
-
-def test_operations_by_hand() -> None:
-    assert expert_flops(t1().layers[0]) == 2 * 3 * 128 * 128
-    full = AttentionLayer("a", 0, 8, 2, 64, 32, None)
-    near = replace(full, window=4)
-    model = replace(t1(), attention=(full, near))
-    pairs = (5 + 6 + 7) + (4 + 4 + 4)  # tokens 4, 5, 6
-    assert attention_flops(model, 4, 7) == 2 * 8 * (64 + 32) * pairs
-
-
-@pytest.mark.parametrize("window", [None, 1, 3, 8, 50])
-def test_pairs_of_tokens_are_counted(window: int | None) -> None:
-    for num in (0, 1, 7, 8, 9, 30):
-        counted = sum(min(token + 1, window or num) for token in range(num))
-        assert sum_of_contexts(num, window) == counted
 
 
 def test_distinct_experts() -> None:

@@ -12,6 +12,7 @@ from plan_fakes import gpu, qwen3_30b
 
 from hotset.core.costmodel import Rates
 from hotset.core.errors import ConfigError
+from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.hit_curve import HitCurve, assumed_curve
 from hotset.core.machine import MachineDescription, shipped_machines
 from hotset.core.planner import PlanRequest, make_plan
@@ -26,11 +27,17 @@ def model_of(rates: Rates = RATES, curve: HitCurve | None = None) -> SpeedModel:
     return SpeedModel(qwen3_30b(), rates, curve or assumed_curve())
 
 
+def attending() -> ModelGeometry:
+    layers = tuple(AttentionLayer("a", index, 32, 4, 128, 128, None) for index in range(48))
+    return replace(qwen3_30b(), attention=layers)
+
+
 def predict(model: SpeedModel, slots: int, context: int = 8192, chunk: int = 2048):
     return model.predict(
         slots_per_layer=[slots] * 48,
         context_tokens=context,
         prefill_chunk=chunk,
+        staging_records=0 if slots == 128 else 128,
         workload=Workload(),
     )
 
@@ -82,6 +89,9 @@ def test_what_was_not_measured_is_said() -> None:
     # With a slot for each, 4,096 tokens are bound by their experts' operations.
     slow, fast = (predict(model_of(rates), 128).prompt for rates in (grouped, RATES))
     assert slow.experts_ms == pytest.approx(RATES.gemm_tflops / 50 * fast.experts_ms)
+    assert "attention of a prompt is as fast" in " ".join(
+        SpeedModel(attending(), RATES, assumed_curve()).assumptions
+    )
     curve = HitCurve((0.0, 1.0), (0.0, 1.0), "replayed")
     assert "hit rate" not in " ".join(predict(model_of(curve=curve), 32).assumptions)
 
@@ -129,6 +139,7 @@ def test_a_plan_by_prediction_fits_and_is_no_slower(
         slots_per_layer=by_rules.slots_per_layer,
         context_tokens=by_rules.context_tokens,
         prefill_chunk=by_rules.prefill_chunk,
+        staging_records=by_rules.staging_records,
         workload=Workload(),
     )
     assert plan.speed.seconds <= rules.seconds

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 
@@ -19,12 +20,12 @@ from hotset.bench.prefill_run import PrefillRun, PromptTimes, num_resident
 from hotset.bench.rates import measure_rates, with_known
 from hotset.bench.rows import Row, Spread
 from hotset.bench.timing import time_ms
-from hotset.core.costmodel import expert_flops, predict_prompt, resident_flops
+from hotset.core.costmodel import Rates
 from hotset.core.errors import RequestError
+from hotset.core.prompt_cost import Staging, attention_flops, least_prompt_ms, predict_prompt
 from hotset.core.speed import RING_TOKENS
 from hotset.kernels.attention import AttentionKernels
 from hotset.runtime.engine import Engine
-from hotset.runtime.moe import MATCH_TOKENS
 
 # Chunks of the comparison that runs one after the other.
 SEPARATE_CHUNK = 2048
@@ -58,6 +59,9 @@ class PrefillBench:
         self._repeats = repeats
         self._rates = measure_rates(engine.store)
         self._gemm_tflops = _gemm_tflops(engine.device, getattr(torch, engine.geometry.dtype))
+        ring = engine.store.ring
+        room = ring.room(max(layer.expert.record_bytes for layer in engine.geometry.layers))
+        self._staging = Staging(RING_TOKENS, room)
         self._run = PrefillRun(engine, slots=slots, rates=self._rates)
 
     def run(self, lengths: Sequence[int], *, offload_layers: int) -> Iterator[Row]:
@@ -92,8 +96,16 @@ class PrefillBench:
 
     def _ours(self, num_tokens: int, ours: PromptTimes) -> Iterator[Row]:
         row = partial(self._row, self._case(num_tokens))
-        sol, p50 = self._speed_of_light_ms(num_tokens, ours.link_bytes), Spread.of(ours.times).p50
-        expected = self._expected_ms(num_tokens)
+        p50 = Spread.of(ours.times).p50
+        sol = least_prompt_ms(
+            self._engine.geometry,
+            self._known_rates(),
+            num_tokens=num_tokens,
+            link_bytes=ours.link_bytes,
+            attention_ms=self._attention_ms(0, num_tokens),
+            streams=self._staging.streams(num_tokens),
+        )
+        expected = self._expected_ms(num_tokens, ours.link_bytes)
         against = ("prediction", expected)
         yield row("first token", "ms", ours.times, sol=sol, baseline=against)
         yield row("predicted first token", "ms", [expected])
@@ -131,43 +143,45 @@ class PrefillBench:
         cold = [n.num_experts - num_resident(self._slots, n.num_experts) for n in layers]
         return sum(n * x.expert.record_bytes for n, x in zip(cold, layers, strict=True))
 
-    def _expected_ms(self, num_tokens: int) -> float:
-        """As `core.costmodel` predicts it from the rates of this run and what is known of such a
-        machine beforehand."""
-        layers, plan = self._engine.geometry.layers, self._engine.plan
+    def _known_rates(self) -> Rates:
+        """Of this run, and what is known of such a machine beforehand."""
+        measured = replace(self._rates, gemm_tflops=self._gemm_tflops)
+        return with_known(measured, self._engine.machine)
+
+    def _expected_ms(self, num_tokens: int, link_bytes: float) -> float:
+        """As `core.prompt_cost` predicts it from the bytes that crossed the link."""
+        engine = self._engine
+        layers, chunk = engine.geometry.layers, engine.plan.prefill_chunk
+        cold = self._cold_bytes()
+        share = 1 - link_bytes / cold if cold else 0.0  # of the cold experts, not used
         return predict_prompt(
-            self._engine.geometry,
-            with_known(replace(self._rates, gemm_tflops=self._gemm_tflops), self._engine.machine),
+            engine.geometry,
+            self._with_attention(self._known_rates(), num_tokens),
             num_tokens=num_tokens,
-            chunk_tokens=plan.prefill_chunk,
+            chunk_tokens=chunk,
             resident_share=[
                 num_resident(self._slots, n.num_experts) / n.num_experts for n in layers
             ],
-            ring_tokens=RING_TOKENS,
+            staging=self._staging,
             together=True,
+            used=[(1 - share) * layer.num_experts for layer in layers],
         ).total_ms
 
-    def _speed_of_light_ms(self, num_tokens: int, link_bytes: float) -> float:
-        """Layers are alike, so the longest term of one is the longest of all: records over the
-        link, products of the experts, or records with a slot; then what is no expert, and
-        attention at its own measured rate."""
-        geometry, rates = self._engine.geometry, self._rates
-        rate = rates.copy_gbps if num_tokens > MATCH_TOKENS else rates.link_gbps
-        flops = sum(expert_flops(layer) * layer.top_k for layer in geometry.layers) * num_tokens
-        held = self._engine.plan.device["slots"]
-        experts = max(
-            link_bytes / rate / 1e6,
-            flops / self._gemm_tflops / 1e9,
-            min(held, self._slots * geometry.expert_bytes) / rates.hbm_gbps / 1e6,
-        )
-        resident = max(
-            geometry.resident_read_bytes / rates.hbm_gbps / 1e6,
-            resident_flops(geometry, num_tokens) / self._gemm_tflops / 1e9,
-        )
-        return experts + resident + self._attention_ms(num_tokens)
+    def _with_attention(self, rates: Rates, num_tokens: int) -> Rates:
+        """The same, with attention at the rates that it has alone: within the first chunk, and of
+        the later ones with all before them."""
+        chunk = min(self._engine.plan.prefill_chunk, num_tokens)
+        edges = [*range(0, num_tokens, chunk), num_tokens]
+        times = [self._attention_ms(start, end) for start, end in pairwise(edges)]
+        geometry = self._engine.geometry
+        first = attention_flops(geometry, 0, chunk) / times[0] / 1e9
+        if len(times) == 1:
+            return replace(rates, attention_tflops=first)
+        later = attention_flops(geometry, chunk, num_tokens) / sum(times[1:]) / 1e9
+        return replace(rates, attention_tflops=first, attention_past_tflops=later)
 
-    def _attention_ms(self, num_tokens: int) -> float:
-        """All layers' attention to a whole prompt, timed alone."""
+    def _attention_ms(self, start: int, end: int) -> float:
+        """All layers' attention of tokens start..end-1 to all up to them, timed alone."""
         kernels, total = AttentionKernels(self._engine.kernels.name), 0.0
         known: dict[tuple[int, ...], float] = {}
         dtype = getattr(torch, self._engine.geometry.dtype)
@@ -175,10 +189,13 @@ class PrefillBench:
             heads, kv_heads, window = layer.num_heads, layer.num_kv_heads, layer.window
             key = (heads, kv_heads, layer.key_dim, layer.value_dim, window or 0)
             if key not in known:
-                shapes = ((heads, layer.key_dim), (kv_heads, layer.key_dim))
                 q, k, v = (
-                    torch.randn(n, num_tokens, d, device=self._engine.device).to(dtype)
-                    for n, d in (*shapes, (kv_heads, layer.value_dim))
+                    torch.randn(num, tokens, width, device=self._engine.device).to(dtype)
+                    for num, tokens, width in (
+                        (heads, end - start, layer.key_dim),
+                        (kv_heads, end, layer.key_dim),
+                        (kv_heads, end, layer.value_dim),
+                    )
                 )
                 attend = partial(kernels.prefill, q, k, v, scale=0.1, window=window)
                 known[key] = min(time_ms(attend, device=self._engine.device, repeats=2, warmup=1))

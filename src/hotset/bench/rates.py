@@ -32,12 +32,17 @@ def measure_rates(store: ExpertStore, *, num_bytes: int = 2**31) -> Rates:
 
 def with_known(rates: Rates, machine: Machine) -> Rates:
     """The rates of this run, with what is known of such a machine beforehand and no benchmark
-    measures alone: the layer time, and the products of experts."""
+    measures alone: layer times, and the products of experts."""
     known = described(machine)
     if known is None:
         return rates
     found = known.rates()
-    return replace(rates, layer_us=found.layer_us, expert_tflops=found.expert_tflops)
+    return replace(
+        rates,
+        layer_us=found.layer_us,
+        prompt_layer_us=found.prompt_layer_us,
+        expert_tflops=found.expert_tflops,
+    )
 
 
 def link_rates(

@@ -33,8 +33,9 @@ def speed_table(speed: Speed) -> Table:
         "first token",
         f"{speed.first_token_seconds:.2f} s",
         f"{work.prompt_tokens} tokens in {amount(prompt.num_passes, 'forward')}: experts "
-        f"{prompt.experts_ms:.0f} ms (the link {prompt.stream_ms:.0f}), the rest "
-        f"{prompt.total_ms - prompt.experts_ms:.0f} ms",
+        f"{prompt.experts_ms:.0f} ms, attention {prompt.attention_ms:.0f}, the rest "
+        f"{prompt.rest_ms:.0f}, waiting {prompt.waiting_ms:.0f} for the link, which is busy for "
+        f"{prompt.stream_ms:.0f}",
     )
     if speed.rates_source:
         add_row(table, "rates", "", speed.rates_source)

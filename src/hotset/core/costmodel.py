@@ -1,25 +1,22 @@
-"""What a decode step, a prompt and a load take, from the rates of a machine and a model's geometry.
+"""What a decode step and a load take, from the rates of a machine and a model's geometry.
 
     decode step = resident weights / HBM + KV cache / HBM
                   + sum over MoE layers of max(missed bytes / link, hit bytes / HBM)
                   + decoder layers * layer time
-    prompt      = sum over MoE layers of max(missed bytes / copy engine, expert FLOPs, hit bytes)
-                  + resident FLOPs + attention FLOPs, all for each pass over the model
 
-Resident weights and experts of a layer wait for each other, so their times add up; hits and
-misses of a layer are read at the same time, by different programs of one kernel. Without the layer
-time (launches, latency, norms, softmax, routers) a step is the speed of light: what a measurement
-can come near to. With it, it is a prediction.
+Resident weights and experts of a layer wait for each other, so their times add up; hits and misses
+of a layer are read at the same time, by different programs of one kernel. Without the layer time
+(launches, latency, norms, softmax, routers) a step is the speed of light: what a measurement can
+come near to. With it, it is a prediction. Prompts are in `prompt_cost`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import comb
 
 from hotset.core.geometry import ModelGeometry, MoELayer
-from hotset.core.record import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -31,10 +28,15 @@ class Rates:
         copy_gbps: host to device copies of long runs by the copy engine.
         hbm_gbps: device memory, read only.
         gemm_tflops: matrix products in the model's dtype, 1e12 operations per second.
-        expert_tflops: those of many experts in one launch; `None` for as fast as any.
+        expert_tflops: those of many experts in one launch, rows that fill up a kernel's block
+            included; `None` for as fast as any.
+        attention_tflops: scores and sums of tokens among themselves; `None` for as fast as any.
+        attention_past_tflops: those with tokens of earlier chunks; `None` for as fast.
         cpu_gbps: host memory read by all cores.
         disk_gbps: files read in sequence.
         layer_us: what a decoder layer of a decode step takes beyond its bytes, microseconds.
+        prompt_layer_us: what a decoder layer of a prompt's forward takes beyond its bytes and
+            operations, microseconds.
     """
 
     link_gbps: float
@@ -42,9 +44,12 @@ class Rates:
     hbm_gbps: float
     gemm_tflops: float | None = None
     expert_tflops: float | None = None
+    attention_tflops: float | None = None
+    attention_past_tflops: float | None = None
     cpu_gbps: float | None = None
     disk_gbps: float | None = None
     layer_us: float = 0.0
+    prompt_layer_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -66,32 +71,6 @@ class StepCost:
     @property
     def total_ms(self) -> float:
         return self.resident_ms + self.kv_ms + self.experts_ms + self.layers_ms
-
-
-@dataclass(frozen=True)
-class PromptCost:
-    """Milliseconds until a prompt is through the model, by term.
-
-    Attributes:
-        stream_ms: bytes of experts without a slot, over the link.
-        experts_ms: for each layer the longest of streaming, expert FLOPs and expert bytes, summed;
-            the stream is part of it.
-        resident_ms: FLOPs or bytes, whichever take longer, of what is no expert.
-        attention_ms: scores and their sums.
-        layers_ms: what the layers take beyond that.
-        num_passes: forwards over the whole model; each streams the cold experts once more.
-    """
-
-    stream_ms: float
-    experts_ms: float
-    resident_ms: float
-    attention_ms: float
-    layers_ms: float
-    num_passes: int
-
-    @property
-    def total_ms(self) -> float:
-        return self.experts_ms + self.resident_ms + self.attention_ms + self.layers_ms
 
 
 def experts_ms(
@@ -157,58 +136,6 @@ def predict_step(
     return StepCost(cost.resident_ms, cost.kv_ms, cost.experts_ms, layers_ms)
 
 
-def predict_prompt(
-    geometry: ModelGeometry,
-    rates: Rates,
-    *,
-    num_tokens: int,
-    chunk_tokens: int,
-    resident_share: Sequence[float],
-    ring_tokens: int,
-    together: bool = False,
-) -> PromptCost:
-    """A prompt of one sequence, in forwards of at most `chunk_tokens`.
-
-    Streaming runs beside the products of the same layer's experts, not beside attention.
-
-    Args:
-        resident_share: share of the experts of each MoE layer that have a slot.
-        ring_tokens: forwards of that many tokens or more copy the missing experts through the
-            staging ring, shorter ones read them in place.
-        together: the experts of a layer run for all chunks at once, and so the missing ones cross
-            the link once.
-    """
-    if together:
-        whole = predict_prompt(
-            geometry,
-            rates,
-            num_tokens=num_tokens,
-            chunk_tokens=num_tokens,
-            resident_share=resident_share,
-            ring_tokens=ring_tokens,
-        )
-        num_chunks = -(-num_tokens // chunk_tokens)
-        return replace(whole, layers_ms=num_chunks * whole.layers_ms)
-    ends = [*range(chunk_tokens, num_tokens, chunk_tokens), num_tokens]
-    starts = [0, *ends[:-1]]
-    stream = experts = resident = attention = 0.0
-    products = replace(rates, gemm_tflops=rates.expert_tflops or rates.gemm_tflops)
-    for start, end in zip(starts, ends, strict=True):
-        tokens = end - start
-        rate = rates.copy_gbps if tokens >= ring_tokens else rates.link_gbps
-        for layer, share in zip(geometry.layers, resident_share, strict=True):
-            size = distinct_experts(layer, tokens) * layer.expert.record_bytes / 1e6
-            missing = size * (1 - share) / rate
-            flops = _flops_ms(expert_flops(layer) * tokens * layer.top_k, products)
-            stream += missing
-            experts += max(missing, flops, size * share / rates.hbm_gbps)
-        read = geometry.resident_read_bytes / rates.hbm_gbps / 1e6
-        resident += max(read, _flops_ms(resident_flops(geometry, tokens), rates))
-        attention += _flops_ms(attention_flops(geometry, start, end), rates)
-    layers = len(ends) * geometry.num_layers * rates.layer_us / 1e3
-    return PromptCost(stream, experts, resident, attention, layers, len(ends))
-
-
 def predict_load_seconds(geometry: ModelGeometry, rates: Rates) -> float | None:
     """Reading all weights from disk once; `None` without a rate. Pinning and conversion run
     beside it."""
@@ -237,46 +164,13 @@ def cpu_break_even(rates: Rates, slot_share: float) -> float | None:
     return max(0.0, 1 - (1 - slot_share) * rates.link_gbps / rates.cpu_gbps)
 
 
-def distinct_experts(layer: MoELayer, num_tokens: int) -> float:
+def distinct_experts(layer: MoELayer, num_tokens: float) -> float:
     """Experts that tokens use together, E (1 - (1 - K/E)^T): as if each expert were as likely.
 
     Real routing has favourites and related neighbours, so this is the most to expect.
     """
-    return layer.num_experts * (1 - (1 - layer.top_k / layer.num_experts) ** num_tokens)
-
-
-def expert_flops(layer: MoELayer) -> int:
-    """Operations of one token in one expert: two for each weight of its projections."""
-    expert = layer.expert
-    halves = 2 if expert.gate.has_gate else 1
-    return 2 * (halves + 1) * expert.hidden * expert.intermediate
-
-
-def resident_flops(geometry: ModelGeometry, num_tokens: int) -> int:
-    """Two operations for each weight that is no expert and each token; the head works for the
-    last token only."""
-    weights = geometry.resident_read_bytes // DTYPE_BYTES[geometry.dtype]
-    head = min(weights, geometry.vocab * geometry.hidden)
-    return 2 * ((weights - head) * num_tokens + head)
-
-
-def attention_flops(geometry: ModelGeometry, start: int, end: int) -> int:
-    """Scores and weighted sums of tokens start..end-1 over what is before them, windows kept.
-
-    0 where the geometry does not list the attention layers.
-    """
-    total = 0
-    for layer in geometry.attention:
-        pairs = sum_of_contexts(end, layer.window) - sum_of_contexts(start, layer.window)
-        total += 2 * layer.num_heads * (layer.key_dim + layer.value_dim) * pairs
-    return total
-
-
-def sum_of_contexts(num_tokens: int, window: int | None) -> int:
-    """Pairs of a token and one it attends to, itself included."""
-    full = num_tokens if window is None else min(num_tokens, window)
-    rest = (num_tokens - full) * (window or 0)
-    return full * (full + 1) // 2 + rest
+    unused: float = (1 - layer.top_k / layer.num_experts) ** num_tokens
+    return layer.num_experts * (1 - unused)
 
 
 def _step(
@@ -301,8 +195,3 @@ def _expected_layer_ms(layer: MoELayer, rates: Rates, hit_rate: float, used: flo
         hbm = (num - misses) * record_bytes / rates.hbm_gbps
         total += chance * max(link, hbm)
     return total
-
-
-def _flops_ms(flops: float, rates: Rates) -> float:
-    """Without a rate of matrix products they are taken as hidden behind the bytes."""
-    return 0.0 if rates.gemm_tflops is None else flops / rates.gemm_tflops / 1e9

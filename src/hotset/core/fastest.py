@@ -48,6 +48,7 @@ def predict(charges: Charges, speed: SpeedModel, sizes: Sizes) -> Speed:
         slots_per_layer=charges.split.per_layer(sizes.num_slots),
         context_tokens=sizes.context_tokens,
         prefill_chunk=sizes.prefill_chunk,
+        staging_records=sizes.staging_records,
         workload=WORKLOAD,
         slot_only_per_layer=charges.split.per_layer(sizes.num_slot_only),
     )

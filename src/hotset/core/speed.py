@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hotset.core.costmodel import (
-    PromptCost,
     Rates,
     StepCost,
     cpu_break_even,
     predict_load_seconds,
-    predict_prompt,
     predict_step,
 )
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hit_curve import HitCurve
 from hotset.core.machine import MachineDescription
+from hotset.core.prompt_cost import PromptCost, Staging, predict_prompt
+from hotset.core.staging import NUM_BUFFERS
 
 # Forwards of that many tokens or more stream missing experts through the staging ring. The number
 # is one more than the runtime's `moe.MATCH_TOKENS`; a test holds them together.
@@ -147,6 +147,7 @@ class SpeedModel:
         slots_per_layer: Sequence[int],
         context_tokens: int,
         prefill_chunk: int,
+        staging_records: int,
         workload: Workload,
         slot_only_per_layer: Sequence[int] = (),
     ) -> Speed:
@@ -157,6 +158,7 @@ class SpeedModel:
                 for none.
             context_tokens: what each row's cache may hold; the workload is cut to it.
             prefill_chunk: most tokens of one forward.
+            staging_records: that all buffers of the ring hold together.
         """
         work, rows = workload.within(context_tokens), self.curve.num_rows
         layers = self.geometry.layers
@@ -172,7 +174,8 @@ class SpeedModel:
             context_tokens=filled * rows,
             num_rows=rows,
         )
-        prompt = self._prompt(work.prompt_tokens, prefill_chunk=prefill_chunk, shares=shares)
+        staging = Staging(RING_TOKENS, staging_records // NUM_BUFFERS)
+        prompt = self._prompt(work, prefill_chunk, shares=shares, staging=staging)
         sizes = [layer.num_experts * layer.expert.record_bytes for layer in layers]
         held = sum(share * size for share, size in zip(shares, sizes, strict=True)) / sum(sizes)
         return Speed(
@@ -193,18 +196,17 @@ class SpeedModel:
         )
 
     def _prompt(
-        self, num_tokens: int, *, prefill_chunk: int, shares: Sequence[float]
+        self, work: Workload, chunk: int, *, shares: Sequence[float], staging: Staging
     ) -> PromptCost:
-        # Over a KV pool the chunks of a prompt run with the layers outermost, as one forward.
-        joined = bool(self.geometry.attention)
         return predict_prompt(
             self.geometry,
             self.rates,
-            num_tokens=num_tokens,
-            chunk_tokens=num_tokens if joined else min(prefill_chunk, num_tokens),
+            num_tokens=work.prompt_tokens,
+            chunk_tokens=chunk,
             resident_share=shares,
-            ring_tokens=RING_TOKENS,
-            together=joined,
+            staging=staging,
+            # Over a KV pool the chunks of a prompt run with the layers outermost.
+            together=bool(self.geometry.attention),
         )
 
     def _hit_rates(self, slots_per_layer: Sequence[int], fixed: Sequence[int]) -> list[float]:
@@ -227,6 +229,8 @@ class SpeedModel:
             found.append("the products of a prompt are hidden behind its bytes: no rate is known")
         elif self.rates.expert_tflops is None:
             found.append("products of many experts are as fast as one of large matrices")
+        if self.rates.gemm_tflops and self.rates.attention_tflops is None:
+            found.append("attention of a prompt is as fast as a product of large matrices")
         if not self.geometry.attention:
             found.append("the attention of a prompt costs nothing: its layers are not listed")
         if self.rates.layer_us == 0:

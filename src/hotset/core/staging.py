@@ -24,6 +24,14 @@ COPY_US = 3.0
 # Launches, events and an address row for a group, in host time that the device may wait for.
 GROUP_US = 50.0
 
+# Buffers of the staging ring: one is computed on while the other is filled.
+NUM_BUFFERS = 2
+
+# A layer that used so many of its experts expects the next one to do the same: then as many of the
+# next layer's groups as there are idle buffers may set off before its routing is known. What it
+# does not use of them has crossed the link for nothing.
+PREFETCH_SHARE = 0.95
+
 # A block of tokens keeps the FP32 outputs of all its choices: so many bytes at most, and no more
 # tokens than fill the kernels' own blocks well (4,096 with 8 of 128 experts: 256 rows an expert).
 _OUTPUT_BYTES = 256 * 2**20

@@ -18,14 +18,10 @@ import numpy as np
 import torch
 
 from hotset.core.slot_pools import BoolArray
+from hotset.core.staging import PREFETCH_SHARE
 from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
 from hotset.experts.transfer import sent
-
-# A layer that used so many of its experts expects the next one to do the same: then as many of the
-# next layer's groups as there are idle buffers may set off before its routing is known. What it
-# does not use of them has crossed the link for nothing.
-PREFETCH_SHARE = 0.95
 
 
 @dataclass(frozen=True)

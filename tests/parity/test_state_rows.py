@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.exc import BackendCompilerFailed
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
 from families import Family, difference, make_family, text
@@ -31,7 +32,7 @@ from hotset.runtime.decoding import warn_of_plain_torch
 from hotset.runtime.engine import Engine
 from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.requests import Request
-from hotset.runtime.state_rows import state_bytes
+from hotset.runtime.state_rows import StateRows, state_bytes
 from parity.cache_support import (
     KERNELS,
     PROMPTS,
@@ -185,8 +186,7 @@ def test_layers_share_their_compilation() -> None:
 
         def count(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
             graphs.append(graph)
-            # As the compiler does, which refuses states that are views of one tensor.
-            return aot_eager(graph, inputs)
+            return graph.forward
 
         with shared_compilation(stock, [layer.path for layer in (*found.layers, *found.states)]):
             for layer in stock.model.layers:
@@ -195,6 +195,31 @@ def test_layers_share_their_compilation() -> None:
         counts.append(len(graphs))
         torch._dynamo.reset()
     assert counts[0] == counts[1] > 0
+
+
+def test_the_compiler_takes_writes_to_several_states() -> None:
+    """It refuses them where the states are views of one tensor, as the control shows."""
+    states = StateRows(
+        find_attention(build_tiny("qwen3_next")).states,
+        num_rows=2,
+        num_places=4,
+        device=torch.device("cpu"),
+    )
+    index = next(iter(states.layers))
+    places, views = states.places(index, 4), states.row(index, 0)
+
+    def write(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        first.add_(1)
+        return first.sum() + second.add_(2).sum()
+
+    with torch.inference_mode():
+        torch.compile(write, backend=aot_eager)(*places.values())
+        states.put_back(torch.tensor([0, 1, 2, 2]))
+        written = states.row(index, 1).values()
+        assert [float(t.unique()) for t in written] == [1.0, 2.0]
+        with pytest.raises(BackendCompilerFailed, match="view"):
+            torch.compile(write, backend=aot_eager)(*views.values())
+    torch._dynamo.reset()
 
 
 def test_what_runs_in_plain_torch_on_a_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -143,6 +143,8 @@ def test_figures_of_the_engine(pocket: Pocket) -> None:
     assert counted["vllm:generation_tokens_total"] >= 3
     assert counted["hotset_expert_misses_total"] > 0 and counted["hotset_slots"] == 0
     assert counted["vllm:kv_cache_usage_perc"] == 0.0, "no request is open"
+    assert counted["hotset_decode_seconds_total"] > 0
+    assert not [name for name in counted if "light" in name], "no rates are known of a CPU"
 
 
 def test_cancels_and_bad_bodies_leave_nothing_behind(pocket: Pocket) -> None:

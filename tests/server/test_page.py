@@ -12,12 +12,13 @@ from clients import NAME, NoState, Scripted, serving
 
 from hotset.core.request import FinishReason
 from hotset.runtime.requests import Counts
+from hotset.runtime.routing import Traffic
 from hotset.runtime.text import Text
 from hotset.server.config import ServerConfig
 from hotset.server.live import Live, picture
 from hotset.server.metrics import Metrics
 from hotset.server.page import _FOLDER
-from hotset.server.state import Cells
+from hotset.server.state import Cells, Figures
 
 FILES = sorted(path.name for path in _FOLDER.iterdir())
 SECRET = "aSecretOfMine"
@@ -64,7 +65,24 @@ def test_live_has_totals_and_nothing_that_was_said(server: Scripted) -> None:
     assert live["requests"]["finished"][FinishReason.STOP.value] >= 1
     assert live["first_tokens"]["num"] >= 1 and live["first_tokens"]["seconds"] > 0
     assert live["experts"] == {"steps": 3, "used": 10, "hits": 7, "fills": 2, "link_bytes": 3000}
+    assert live["decode"]["light_seconds"] is None
     assert live["heat"]["layers"] == ["01"]
+
+
+def test_the_share_of_the_speed_of_light_is_absent_where_no_rates_are_known() -> None:
+    def text(light_seconds: float | None, *, decode_seconds: float) -> str:
+        return Metrics(
+            NAME,
+            context_tokens=64,
+            counts=lambda: Counts(decode_seconds=decode_seconds),
+            figures=lambda: Figures(Traffic(), light_seconds=light_seconds),
+        ).text()
+
+    label = f'{{model_name="{NAME}"}}'
+    assert f"\nhotset_speed_of_light_ratio{label} 0.75\n" in text(1.5, decode_seconds=2.0)
+    assert f"\nhotset_speed_of_light_seconds_total{label} 1.5\n" in text(1.5, decode_seconds=2.0)
+    assert "hotset_speed_of_light_ratio" not in text(0.0, decode_seconds=0.0), "no step yet"
+    assert "light" not in text(None, decode_seconds=2.0)
 
 
 def test_the_page_opens_without_a_key_and_its_figures_do_not(byte_text: Text) -> None:

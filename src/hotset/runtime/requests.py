@@ -80,6 +80,7 @@ class Counts:
         num_prompt_tokens, num_generated_tokens: taken in (reused ones included), and given out.
         num_prefix_tokens: prompt tokens whose keys and values were reused from earlier requests.
         num_steps: decode steps.
+        decode_seconds: that these took, from one to the next where they came one after the other.
         num_prompt_layers: layers of prompts, each once for each prompt that it ran for; it grows
             while a long prompt is taken in.
         num_blocks, num_blocks_used: of the KV cache of full attention, and those that running
@@ -93,6 +94,7 @@ class Counts:
     num_generated_tokens: int = 0
     num_prefix_tokens: int = 0
     num_steps: int = 0
+    decode_seconds: float = 0.0
     num_prompt_layers: int = 0
     num_blocks: int = 0
     num_blocks_used: int = 0

@@ -23,6 +23,7 @@ from hotset.core.request import FinishReason
 from hotset.runtime.degenerate import RepeatedToken
 from hotset.runtime.faults import explain_failure, forget_frames
 from hotset.runtime.intake import Answer, Intake
+from hotset.runtime.pace import Pace
 from hotset.runtime.prompt_share import PromptShare
 from hotset.runtime.requests import Counts, Event, Request
 from hotset.runtime.rows import Rows
@@ -67,23 +68,6 @@ class _CancelledError(Exception):
     """The request whose prompt is being taken in is not wanted any more."""
 
 
-class _Pace:
-    """Keeps the host at most one layer of a prompt ahead of the device, so that a clock tells what
-    the device has done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last: torch.cuda.Event | None = None
-
-    def wait(self) -> None:
-        if self._device.type != "cuda":
-            return
-        before, self._last = self._last, torch.cuda.Event()
-        self._last.record()
-        if before is not None:
-            before.synchronize()
-
-
 class Scheduler(Closing):
     """See `Scheduling`, which this is.
 
@@ -106,6 +90,7 @@ class Scheduler(Closing):
         self._stepping = threading.Lock()
         self._share = PromptShare(parts.prefill_share)
         self._since = 0.0  # until then the prompt that is being taken in has been counted
+        self._decoded_at: float | None = None  # when the step before ended, with nothing since
         self._running: dict[int, Answer] = {}  # by row
         self._events: list[Event] = []
         self._tell: Callable[[Event], None] = self._events.append
@@ -181,6 +166,7 @@ class Scheduler(Closing):
             self._drain(parts)
         if not self._running:
             self._share.forgive()
+            self._decoded_at = None
 
     def _begin(self, parts: Parts, answer: Answer) -> None:
         """Takes a prompt in and draws the first token; the answer then decodes."""
@@ -191,6 +177,7 @@ class Scheduler(Closing):
             self._drain(parts)
             self._check_device()
             num_shared, self._since = sequence.length, self._clock()
+            self._decoded_at = None
             new_ids = answer.ids[num_shared:]
             with parts.room(len(new_ids)):
                 logits_V = parts.take_in(sequence, new_ids, self._between_layers(parts, answer))
@@ -219,7 +206,7 @@ class Scheduler(Closing):
     def _between_layers(self, parts: Parts, answer: Answer) -> Callable[[], None]:
         """Serves the running answers while a prompt runs, by its share; ends the prompt with an
         exception when it is not wanted any more."""
-        pace = _Pace(parts.device)
+        pace = Pace(parts.device)
 
         def between() -> None:
             self._count(num_prompt_layers=1)
@@ -236,7 +223,7 @@ class Scheduler(Closing):
                 while self._running and self._share.step_is_due:
                     self._decode(parts, ahead=False)
             self._check_device()
-            self._since = self._clock()
+            self._since, self._decoded_at = self._clock(), None
 
         return between
 
@@ -264,13 +251,22 @@ class Scheduler(Closing):
         """A token for each row."""
         began = self._clock()
         drawn = self._drawn(parts, lambda: parts.rows.step(ahead=ahead))
-        self._share.step_ran(self._clock() - began)
-        self._count(num_steps=1)
+        now = self._clock()
+        self._share.step_ran(now - began)
+        # What the host does between two steps delays the next one, unless that is queued.
+        since = began if self._decoded_at is None else self._decoded_at
+        self._count(num_steps=1, decode_seconds=now - since)
+        self._decoded_at = now
         self._put_all(parts, drawn)
 
     def _drain(self, parts: Parts) -> None:
         """Takes in what is in flight."""
-        self._put_all(parts, self._drawn(parts, parts.rows.drain))
+        if not parts.rows.num_in_flight:
+            return
+        began = self._clock()
+        drawn = self._drawn(parts, parts.rows.drain)
+        self._count(decode_seconds=self._clock() - began)
+        self._put_all(parts, drawn)
 
     def _drawn(
         self, parts: Parts, run: Callable[[], list[tuple[int, Draw]]]
@@ -384,7 +380,7 @@ class Scheduler(Closing):
         if self._fatal is None:
             self._drain(parts)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **more: float) -> None:
         old = self._counts
         self._counts = replace(
             old, **{name: getattr(old, name) + number for name, number in more.items()}

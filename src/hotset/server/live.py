@@ -89,6 +89,7 @@ class Live:
                 "fills": traffic.fills,
                 "link_bytes": traffic.link_bytes,
             },
+            "decode": {"seconds": counts.decode_seconds, "light_seconds": figures.light_seconds},
             "gauges": {name: value for name, (_, value) in figures.gauges.items()},
             "heat": self._heat(now),
         }

@@ -127,8 +127,10 @@ class _Now(Collector):
         return []  # names are known at the first scrape; nothing is to be read before
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._of_requests(self._counts())
-        yield from self._of_experts(self._figures())
+        counts, figures = self._counts(), self._figures()
+        yield from self._of_requests(counts)
+        yield from self._of_experts(figures)
+        yield from self._of_decoding(counts, figures)
 
     def _of_requests(self, counts: Counts) -> Iterator[Metric]:
         used = counts.num_blocks_used / counts.num_blocks if counts.num_blocks else 0.0
@@ -159,6 +161,17 @@ class _Now(Collector):
         yield self._count("hotset_link_bytes", "Of experts over the link.", traffic.link_bytes)
         for name, (text, value) in figures.gauges.items():
             yield self._gauge(f"hotset_{name}", text, value)
+
+    def _of_decoding(self, counts: Counts, figures: Figures) -> Iterator[Metric]:
+        """The time that decode steps took, and would have taken where rates are known."""
+        taken, light = counts.decode_seconds, figures.light_seconds
+        yield self._count("hotset_decode_seconds", "Of decode steps.", taken)
+        if light is not None:
+            text = "Of decode steps at the speed of light: bytes at the best measured rates."
+            yield self._count("hotset_speed_of_light_seconds", text, light)
+        if light is not None and taken > 0:
+            text = "Share of the speed of light that decode steps reach."
+            yield self._gauge("hotset_speed_of_light_ratio", text, light / taken)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

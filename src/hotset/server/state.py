@@ -17,6 +17,7 @@ from hotset.core.slot_pools import BoolArray, IntArray
 from hotset.runtime.engine import Engine
 from hotset.runtime.heat import Heat
 from hotset.runtime.known_rates import described
+from hotset.runtime.light import StepLight
 from hotset.runtime.link import read_link
 from hotset.runtime.memory import measure
 from hotset.runtime.routing import Traffic
@@ -29,10 +30,13 @@ class Figures:
     Attributes:
         traffic: experts used, hits, fills and link bytes since the start.
         gauges: name -> (what it is, value).
+        light_seconds: what decode steps would have taken at the speed of light; `None` where the
+            machine's rates are not known.
     """
 
     traffic: Traffic
     gauges: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    light_seconds: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +76,10 @@ class EngineState:
         self._engine = engine
         self._heat = Heat(engine.store.placement)
         self._link_limit_gbps = _link_limit_gbps(engine)
+        self._light = _step_light(engine)
         with engine.steps.exclusive():
             engine.steps.watchers.append(self._heat)
+            engine.steps.watchers += [self._light] if self._light else []
 
     def figures(self) -> Figures:
         plan, used = self._engine.plan, measure(self._engine.device)
@@ -94,7 +100,7 @@ class EngineState:
             gauges["profile_hit_rate"] = ("Of the profile's hot set on this text.", drift.seen)
             gauges["profile_hit_rate_expected"] = ("Of it on its own text.", drift.expected)
             gauges["profile_hit_rate_blind"] = ("Of experts chosen blindly.", drift.blind)
-        return Figures(traffic, gauges)
+        return Figures(traffic, gauges, self._light.seconds if self._light else None)
 
     def plan(self) -> dict[str, Any]:
         used = measure(self._engine.device)
@@ -113,6 +119,16 @@ class EngineState:
             heat.missed_LE.copy(),
             heat.residents(),
         )
+
+
+def _step_light(engine: Engine) -> StepLight | None:
+    """By what was measured on such a machine; `None` where nothing was."""
+    known = described(engine.machine)
+    if known is None:
+        return None
+    record_bytes = max(layer.expert.record_bytes for layer in engine.geometry.layers)
+    rates = known.rates(record_bytes=record_bytes)
+    return StepLight(engine.geometry, rates, engine.store.placement)
 
 
 def _link_limit_gbps(engine: Engine) -> float | None:

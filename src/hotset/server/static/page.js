@@ -72,11 +72,20 @@ function showTotals(live) {
   put("cache-note", blocks.all ? `of ${grouped(blocks.all)} blocks` : "the model has its own");
 }
 
+// Tokens so far and, where rates of the machine are known, the share of the speed of light that the
+// decode steps of these seconds came to; `light` is what it was before them.
+function showGenerated(live, seconds, light) {
+  const reached = live.decode.light_seconds === null ? 0 : live.decode.light_seconds - light;
+  const percent = seconds > 0 ? Math.round((100 * reached) / seconds) : 0;
+  const words = percent > 0 ? `; steps at ${percent}% of the speed of light` : "";
+  put("speed-note", `${grouped(live.tokens.generated)} tokens since the start${words}`);
+}
+
 // What happened between two answers, `seconds` apart.
 function showRates(before, live, seconds) {
   const speed = (live.tokens.generated - before.tokens.generated) / seconds;
   put("speed", brief(speed));
-  put("speed-note", `${grouped(live.tokens.generated)} tokens since the start`);
+  showGenerated(live, live.decode.seconds - before.decode.seconds, before.decode.light_seconds);
   speedChart.add(speed);
 
   const used = live.experts.used - before.experts.used;
@@ -100,7 +109,7 @@ function showSinceStart(live) {
   const { used, hits } = live.experts;
   if (used > 0) put("hits", `${((100 * hits) / used).toFixed(1)}%`);
   if (live.first_tokens.num > 0) showFirst(live.first_tokens.seconds / live.first_tokens.num);
-  put("speed-note", `${grouped(live.tokens.generated)} tokens since the start`);
+  showGenerated(live, live.decode.seconds, 0);
   showLink(0, live.gauges.link_limit_gbps);
 }
 

@@ -8,6 +8,7 @@ experts. Makes rows of what `decode_run` measures.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class DecodeBench:
         self._shape, self._context, self._num_steps = shape, context, num_steps
         self._num_experts = [layer.num_experts for layer in engine.geometry.layers]
         self._rates = measure_rates(engine.store)
+        self._layer_us = 0.0  # of the batch size that runs
 
     def run(
         self, cases: Sequence[DecodeCase], batches: Sequence[int], *, offload_layers: int
@@ -89,6 +91,7 @@ class DecodeBench:
     def _batch(
         self, run: DecodeRun, cases: Sequence[DecodeCase], offloaded: OffloadedDecode | None
     ) -> Iterator[Row]:
+        self._layer_us = self._measured_layer_us(run)
         none = self._measure(run, NO_CACHE)
         static: dict[float, Measured] = {}
         if offloaded is not None:
@@ -156,19 +159,28 @@ class DecodeBench:
 
     def _without_experts(self, run: DecodeRun) -> Iterator[Row]:
         """The step without experts and sampling, at a few lengths of the cache."""
-        geometry = self._engine.geometry
-        nothing = [0.0] * len(geometry.layers)
         for context in filter(run.has_room, _BARE_CONTEXTS):
-            sol = decode_step(
-                geometry, self._rates, hits=nothing, misses=nothing, context_tokens=context
-            )
             yield self._row(
                 f"{self._shape}, {context} tokens of context",
                 "step without experts and sampling",
                 "ms",
                 run.time_without_experts(context),
-                sol=sol.total_ms,
+                sol=self._bytes_without_experts_ms(context),
             )
+
+    def _bytes_without_experts_ms(self, context_tokens: int) -> float:
+        geometry = self._engine.geometry
+        nothing = [0.0] * len(geometry.layers)
+        return decode_step(
+            geometry, self._rates, hits=nothing, misses=nothing, context_tokens=context_tokens
+        ).total_ms
+
+    def _measured_layer_us(self, run: DecodeRun) -> float:
+        """What a decoder layer takes beyond its bytes, without experts: families differ in it, so a
+        prediction goes by this run's."""
+        bare_ms = Spread.of(run.time_without_experts(self._context)).p50
+        bytes_ms = self._bytes_without_experts_ms(run.size * self._context)
+        return max(0.0, bare_ms - bytes_ms) / self._engine.geometry.num_layers * 1e3
 
     def _fill_cost(self, run: DecodeRun) -> Iterator[Row]:
         """The same misses with and without being filled: every expert in turn, so that LRU with
@@ -200,12 +212,13 @@ class DecodeBench:
         ).total_ms
 
     def _expected_ms(self, run: DecodeRun, measured: Measured) -> float:
-        """The step as `core.costmodel` predicts it from the hits that it had, the rates of this run
-        and what is known of such a machine beforehand."""
+        """The step as `core.costmodel` predicts it from the hits that it had, the rates and the
+        layer time of this run, and what is known beforehand of the experts' kernels."""
         used_L = measured.hits_L + measured.misses_L
+        rates = with_known(self._rates, self._engine.machine)
         cost = predict_step(
             self._engine.geometry,
-            with_known(self._rates, self._engine.machine),
+            replace(rates, layer_us=self._layer_us),
             hit_rates=(measured.hits_L / used_L).tolist(),
             used=used_L.tolist(),
             context_tokens=run.size * self._context,

@@ -40,6 +40,7 @@ def with_known(rates: Rates, machine: Machine) -> Rates:
     return replace(
         rates,
         layer_us=found.layer_us,
+        experts_us=found.experts_us,
         prompt_layer_us=found.prompt_layer_us,
         expert_tflops=found.expert_tflops,
     )

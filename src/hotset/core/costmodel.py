@@ -2,12 +2,13 @@
 
     decode step = resident weights / HBM + KV cache / HBM
                   + sum over MoE layers of max(missed bytes / link, hit bytes / HBM)
-                  + decoder layers * layer time
+                  + decoder layers * layer time + MoE layers * experts' time
 
 Resident weights and experts of a layer wait for each other, so their times add up; hits and misses
 of a layer are read at the same time, by different programs of one kernel. Without the layer time
-(launches, latency, norms, softmax, routers) a step is the speed of light: what a measurement can
-come near to. With it, it is a prediction. Prompts are in `prompt_cost`.
+(launches, latency, norms, softmax, routers) and the experts' (match, launches, sums) a step is the
+speed of light: what a measurement can come near to. With them, it is a prediction. Prompts are in
+`prompt_cost`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Rates:
         attention_past_tflops: those with tokens of earlier chunks; `None` for as fast.
         cpu_gbps: host memory read by all cores.
         disk_gbps: files read in sequence.
-        layer_us: what a decoder layer of a decode step takes beyond its bytes, microseconds.
+        layer_us: what a decoder layer of a decode step takes beyond its bytes, without experts,
+            microseconds.
+        experts_us: what the experts of a layer take beyond theirs, microseconds.
         prompt_layer_us: what a decoder layer of a prompt's forward takes beyond its bytes and
             operations, microseconds.
     """
@@ -49,6 +52,7 @@ class Rates:
     cpu_gbps: float | None = None
     disk_gbps: float | None = None
     layer_us: float = 0.0
+    experts_us: float = 0.0
     prompt_layer_us: float = 0.0
 
 
@@ -132,8 +136,8 @@ def predict_step(
     for layer, hit_rate, num_used in zip(geometry.layers, hit_rates, used, strict=True):
         total += _expected_layer_ms(layer, rates, hit_rate, num_used)
     cost = _step(geometry, rates, total, context_tokens, num_rows)
-    layers_ms = geometry.num_layers * rates.layer_us / 1e3
-    return StepCost(cost.resident_ms, cost.kv_ms, cost.experts_ms, layers_ms)
+    layers_us = geometry.num_layers * rates.layer_us + len(geometry.layers) * rates.experts_us
+    return StepCost(cost.resident_ms, cost.kv_ms, cost.experts_ms, layers_us / 1e3)
 
 
 def predict_load_seconds(geometry: ModelGeometry, rates: Rates) -> float | None:

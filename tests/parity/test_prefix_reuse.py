@@ -89,6 +89,16 @@ def test_short_chunks_are_reused_bit_for_bit(family: Family, chunk: int, num_who
     assert torch.equal(again, expected)
 
 
+@pytest.mark.parametrize(("length", "num_reused"), [(64, 32), (65, 64), (66, 64), (97, 96)])
+def test_the_same_prompt_again(family: Family, length: int, num_reused: int) -> None:
+    """CC-13: of 65 and 97 tokens one is left to take in, and of 64 a block: never none."""
+    with make_engine(family, exact=True, chunk=32) as engine:
+        prompt = text(length, seed=length)
+        (cold, again), reused = ask(engine, prompt, prompt)
+    assert reused == num_reused
+    assert torch.equal(again, cold)
+
+
 def test_any_block_is_reused_within_the_bound(family: Family) -> None:
     """An answer's tokens too: a conversation goes on from what decode steps put there."""
     with make_engine(family, reuse=False) as engine:

@@ -33,6 +33,10 @@ ENVIRONMENT_READERS = {"src/hotset/core/env.py", "src/hotset/kernels/toolchain.p
 # A path that exists on one machine only. Written so that this line does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.~$}])/(?:work|root|home|Users|mnt)/\w")
 
+# Memory that the driver moves between host and device as it likes: slots would come to lie on the
+# host without anybody being told.
+MANAGED = re.compile(r"MallocManaged|managed_memory|cudaMemAttach")
+
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -136,3 +140,10 @@ def test_a_machine_path_is_caught() -> None:
     folder = "/".join(["", "home", "someone", "models"])
     assert MACHINE_PATH.search(f"model = '{folder}'")
     assert not MACHINE_PATH.search("see docs/work/x, ~/home/x and https://example.org/home/x")
+
+
+def test_no_memory_is_the_drivers_to_move() -> None:
+    """PP-12."""
+    found = [name_of(file) for file in python_files("src") if MANAGED.search(source_of(file))]
+    assert found == []
+    assert MANAGED.search("driver.cudaMallocManaged(size)")

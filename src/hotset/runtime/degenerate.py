@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 logger = logging.getLogger(__name__)
 
@@ -15,14 +16,16 @@ NUM_REPEATED = 24
 
 
 class RepeatedToken:
-    """Says once, in a warning, that an answer has been one token from its first step.
+    """Says once, in a warning, that answers are one token from their first step.
 
-    A token that its prompt has too is left alone: small models go on with what they read, while
-    broken weights have a token of their own, whatever is asked.
+    Broken weights have a token of their own, whatever is asked: at the first answer where the
+    prompt has no such token, at the second one, to another prompt, where it has. A prompt that has
+    it twice in a row asks to go on like that, and says nothing of the weights.
     """
 
     def __init__(self) -> None:
         self._said = False
+        self._suspects: dict[int, int] = {}  # token -> hash of the prompt that it answered
 
     def look(self, ids: Sequence[int], num_drawn: int) -> None:
         """Looks at an answer after each token.
@@ -33,11 +36,20 @@ class RepeatedToken:
         """
         if num_drawn != NUM_REPEATED or self._said:
             return
-        drawn = set(ids[-num_drawn:])
-        if len(drawn) == 1 and not drawn & set(ids[:-num_drawn]):
-            self._said = True
-            logger.warning(
-                "an answer repeats token %d from its first step: weights or kernels may be wrong; "
-                "`hotset verify MODEL` finds out",
-                *drawn,
-            )
+        token, *others = set(ids[-num_drawn:])
+        if others or not self._is_suspect(token, ids[:-num_drawn]):
+            return
+        self._said = True
+        logger.warning(
+            "an answer repeats token %d from its first step: weights or kernels may be wrong; "
+            "`hotset verify MODEL` finds out",
+            token,
+        )
+
+    def _is_suspect(self, token: int, prompt: Sequence[int]) -> bool:
+        if token not in prompt:
+            return True
+        if any(first == second == token for first, second in pairwise(prompt)):
+            return False
+        name = hash(tuple(prompt))
+        return self._suspects.setdefault(token, name) != name

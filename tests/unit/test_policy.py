@@ -91,16 +91,25 @@ def test_scores_are_rebased_without_a_change_of_rank():
 
 
 @pytest.mark.parametrize("width", [8, 40, 512, 576, 700])
-def test_lowest_equals_a_full_sort(width):
-    """With many equal scores, in the ways that wide and narrow layers are searched."""
+@pytest.mark.parametrize("count", ["none in one layer", 3, 8, 20, "as many elsewhere"])
+def test_lowest_equals_a_full_sort(width, count):
+    """With many equal scores, in the ways that wide, narrow, full and even layers are searched."""
     random = np.random.default_rng(width)
     score = random.integers(0, 5, size=(6, width)).astype(float)
-    fixed = random.random((6, width)) < 0.5
-    fixed[0] = True
-    scratch = np.empty((6, width), np.int64)
-    found = lowest(score, fixed, np.arange(width), 8, scratch_LE=scratch)
+    able = random.random((6, width)) < 0.5
+    if count == "none in one layer":
+        able[0] = False
+    elif count == "as many elsewhere":  # a multiple of the layers, but not as many in each
+        able[:] = False
+        able[0, : width // 4], able[2, : width // 4] = True, True
+        able[1, :4] = True
+        able[3:, 0] = np.arange(3) < -able.sum() % 6
+    else:
+        ranks = random.permuted(np.tile(np.arange(width), (6, 1)), axis=1)
+        able = ranks < count
+    found = lowest(score, able, 8, scratch_LE=np.empty((6, width), np.int64))
     for layer in range(6):
-        order = sorted(np.flatnonzero(~fixed[layer]), key=lambda e: (score[layer, e], e))[:8]
+        order = sorted(np.flatnonzero(able[layer]), key=lambda e: (score[layer, e], e))[:8]
         assert found[layer].tolist() == order + [-1] * (8 - len(order))
 
 

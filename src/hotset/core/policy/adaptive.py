@@ -30,7 +30,7 @@ MIN_HALF_LIFE = 0.1
 _ID_BITS = 12
 _ID_MASK = (1 << _ID_BITS) - 1
 _NOT_A_VICTIM = np.iinfo(np.int64).max
-_TOURNAMENT_FROM = 512  # experts: 60 us against 140 for 48 layers, but 25 against 22 at 256
+_TOURNAMENT_FROM = 512  # experts, most of them able: 60 us against 140 for 48 layers
 _COLUMNS = 64
 _NARROW = 64  # experts
 _REBASE_BITS = 400.0  # half of what a float64 exponent holds, so that a ratio never overflows
@@ -56,7 +56,6 @@ class ScoredPolicy(Policy):
         self._cells = np.zeros(num_layers * width + 1)
         self._score = self._cells[:-1].reshape(self.shape)
         self._row = np.arange(num_layers, dtype=np.int64)[:, None] * width
-        self._ids = np.arange(width, dtype=np.int64)
         # Scratch: fresh arrays of this size cost page faults at every step.
         self._key = np.empty(self.shape, dtype=np.int64)
         self._used = np.empty(self.shape)
@@ -76,8 +75,8 @@ class ScoredPolicy(Policy):
         wishes = self._buffers(out)
         score_LE, bump_L1 = self._standing()
         width = self.shape[1]
-        fixed = placement.pinned[:, :width] >= placement.resident[:, :width]
-        victims = lowest(score_LE, fixed, self._ids, self.num_victims, scratch_LE=self._key)
+        able = np.greater(placement.resident[:, :width], placement.pinned[:, :width])
+        victims = lowest(score_LE, able, self.num_victims, scratch_LE=self._key)
         value = score_LE.take(victims + self._row, mode="clip")
         value[victims < 0] = np.inf
         if placement.num_spare:
@@ -238,10 +237,8 @@ class Lru(ScoredPolicy):
         return self._score, None
 
 
-def lowest(
-    score_LE: FloatArray, fixed_LE: BoolArray, ids: IntArray, num: int, *, scratch_LE: IntArray
-) -> IntArray:
-    """Ids of the `num` lowest scores that are not `fixed`, per layer in ascending order.
+def lowest(score_LE: FloatArray, able_LE: BoolArray, num: int, *, scratch_LE: IntArray) -> IntArray:
+    """Ids of the `num` lowest scores among those that are `able`, per layer in ascending order.
 
     Scores of at least 0 order like their bits, so the id goes into the lowest mantissa bits and
     one partition finds ids and order at once: equal scores are ordered by id on every machine.
@@ -252,16 +249,13 @@ def lowest(
     Returns:
         [L, num] int64, -1 where a layer has fewer.
     """
-    key = np.bitwise_and(score_LE.view(np.int64), ~_ID_MASK, out=scratch_LE)
-    key |= ids
-    np.copyto(key, _NOT_A_VICTIM, where=fixed_LE)
-    num_layers, width = key.shape
-    if width >= _TOURNAMENT_FROM and width % _COLUMNS == 0 and num < _COLUMNS:
-        # The lowest `num` lie in the columns whose minima are among the lowest `num`.
-        blocks = key.reshape(num_layers, width // _COLUMNS, _COLUMNS)
-        heads = np.minimum.reduce(blocks, axis=1)
-        columns = np.argpartition(heads, num - 1, axis=1)[:, None, :num]
-        key = np.take_along_axis(blocks, columns, axis=2).reshape(num_layers, -1)
+    cells_LC = _few_of_each(able_LE, num)
+    if cells_LC is None:
+        key = _all_keys(score_LE, able_LE, num, scratch_LE)
+    else:
+        key = score_LE.take(cells_LC).view(np.int64)
+        key &= ~_ID_MASK
+        key |= cells_LC - _first_cells(able_LE)
     take = min(num, key.shape[1])
     key.partition(take - 1, axis=1)
     found = key[:, :take]
@@ -269,6 +263,40 @@ def lowest(
     if take < num:
         found = np.pad(found, ((0, 0), (0, num - take)), constant_values=_NOT_A_VICTIM)
     return np.where(found == _NOT_A_VICTIM, -1, found & _ID_MASK)
+
+
+def _few_of_each(able_LE: BoolArray, num: int) -> IntArray | None:
+    """Flat cells of those that are able, [L, C], where every layer has as many and they are few:
+    then the others need not be looked at. The usual case, as a fill only changes owners."""
+    num_layers, width = able_LE.shape
+    cells = np.flatnonzero(able_LE)
+    count, rest = divmod(len(cells), num_layers)
+    if rest or not num <= count <= width // 2:
+        return None
+    cells_LC = cells.reshape(num_layers, count)
+    first_L = _first_cells(able_LE)[:, 0]
+    even = (cells_LC[:, 0] >= first_L).all() and (cells_LC[:, -1] < first_L + width).all()
+    return cells_LC if even else None
+
+
+def _first_cells(array_LE: BoolArray) -> IntArray:
+    """Flat cell of each layer's first expert, [L, 1]."""
+    return np.arange(0, array_LE.size, array_LE.shape[1], dtype=np.int64)[:, None]
+
+
+def _all_keys(score_LE: FloatArray, able_LE: BoolArray, num: int, scratch_LE: IntArray) -> IntArray:
+    """Keys of whole layers, of wide ones those that can be among the lowest."""
+    key = np.bitwise_and(score_LE.view(np.int64), ~_ID_MASK, out=scratch_LE)
+    key |= np.arange(key.shape[1], dtype=np.int64)
+    np.copyto(key, _NOT_A_VICTIM, where=~able_LE)
+    num_layers, width = key.shape
+    if width >= _TOURNAMENT_FROM and width % _COLUMNS == 0 and num < _COLUMNS:
+        # The lowest `num` lie in the columns whose minima are among the lowest `num`.
+        blocks = key.reshape(num_layers, width // _COLUMNS, _COLUMNS)
+        heads = np.minimum.reduce(blocks, axis=1)
+        columns = np.argpartition(heads, num - 1, axis=1)[:, None, :num]
+        key = np.take_along_axis(blocks, columns, axis=2).reshape(num_layers, -1)
+    return key
 
 
 def _offer_spares(

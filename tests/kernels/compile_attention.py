@@ -21,7 +21,10 @@ from hotset.kernels import (
     device,
     kv_write,
     latent_decode,
+    rms_norm,
 )
+
+FORM = rms_norm.NormForm(1e-6, rounds_first=True)
 
 
 def layer(
@@ -97,6 +100,9 @@ def main(capability: int) -> None:
     rows.extend(compiled.facts("prompt, sinks, window and cap"))
     merged(32, 128, bf16)
     rows.extend(compiled.facts("merged"))
+    for width in (128, 2048):
+        rms_norm.rms_norm(torch.empty(300, width, dtype=bf16), torch.empty(width, dtype=bf16), FORM)
+        rows.extend(compiled.facts(f"norm of {width}"))
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -10,6 +10,7 @@ from kernels.codegen import compile_facts
 
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
 PREFILL, LATENT, MERGE = "_prefill_kernel", "_latent_kernel", "_merge_kernel"
+NORM, NORMS = "_rms_norm_kernel", ("norm of 128", "norm of 2048")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,11 @@ def test_a_prompts_keys_stream_into_tensor_cores(
     assert row["shared_bytes"] <= 99 * 1024, row
 
 
-def test_parts_are_merged_16_bytes_at_a_time(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    row = facts["merged", MERGE]
-    assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 2, row
+def test_parts_and_norms_pass_16_bytes_at_a_time(
+    facts: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    for row in (facts["merged", MERGE], *(facts[case, NORM] for case in NORMS)):
+        assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 2, row
 
 
 def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -75,7 +78,7 @@ def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> Non
 
 
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    cases = {case for case, _ in facts} - {"merged"}
+    cases = {case for case, _ in facts} - {"merged", *NORMS}
     prompts = {case for case in cases if case.startswith("prompt")}
     latents = {case for case in cases if case.startswith("latents")}
     assert (len(prompts), len(latents), len(cases)) == (5, 3, 13)
@@ -83,4 +86,5 @@ def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> 
     expected |= {(case, PARTIAL) for case in cases - prompts - latents}
     expected |= {(case, LATENT) for case in latents}
     expected |= {(case, PREFILL) for case in prompts}
-    assert facts.keys() == expected | {("merged", MERGE)}
+    expected |= {("merged", MERGE), *((case, NORM) for case in NORMS)}
+    assert facts.keys() == expected

@@ -82,7 +82,8 @@ class EngineConfig:
         profile: file of `hotset profile` that says which experts are used; static policies and
             `forecast` need one.
         graphs: capture the decode step into one CUDA graph; on a CPU there is none.
-        compiled: fuse what surrounds experts and attention in a decode step of Triton kernels.
+        compiled: fuse what surrounds experts and attention in a decode step of Triton kernels, and
+            norms in prompts.
         poison: fill free slots with NaN (debugging; `verify` sets it).
         strict: a path that is not the planned one is an error instead of one warning.
         revision: Hub revision.

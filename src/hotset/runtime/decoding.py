@@ -21,6 +21,7 @@ from hotset.core.profile import Profile
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.compiled import CompiledLayers
 from hotset.models.linear_kernels import missing_packages
+from hotset.models.norms import fuse_norms
 from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
@@ -177,6 +178,8 @@ class Decoding:
         )
         on_gpu = device.type == "cuda"
         fused = on_gpu and triton and config.compiled
+        if fused:
+            fuse_norms(model)
         options = DecodeOptions(
             graph=on_gpu and triton and config.graphs,
             layers=CompiledLayers(model) if fused else None,

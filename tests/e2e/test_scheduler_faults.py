@@ -130,6 +130,7 @@ class Broken:
     """A matcher of a caller's own that breaks behind some tokens."""
 
     is_complete = False
+    num_free = 0
 
     def __init__(self, behind: int) -> None:
         self._left = behind

@@ -179,6 +179,9 @@ def test_sampling_reaches_the_engine(server: Scripted) -> None:
     assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (4, 0.1, 1.2)
     assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -0.5)
     assert sampling.logit_bias == {70: -5}
+    # OpenAI's seeds may be negative; -1 is one like others.
+    server.openai().chat.completions.create(model=NAME, messages=HELLO, seed=-1)
+    assert server.scheduler.last.sampling.seed == 2**63 - 1
 
 
 def ask(server: Scripted, *, stream: bool, **options: Any) -> tuple[str, str | None]:

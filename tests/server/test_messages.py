@@ -115,7 +115,9 @@ def test_blocks_of_a_conversation_reach_the_template(server: Scripted) -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"extra_body": {"temperature": 1.5}}, "temperature"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 4}}, "thinking.budget_tokens"),
+        ({"extra_body": {"context_management": {"edits": [{"type": "x"}]}}}, "context_management"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "Well"}]}, "last message"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "image"),
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),

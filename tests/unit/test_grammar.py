@@ -97,7 +97,7 @@ def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
     """Through the sampler, from logits that know nothing of JSON."""
     sampler = Sampler(1, VOCAB, device=torch.device("cpu"))
     sampler.start(0, SamplingParams(temperature=1.0, seed=5), matcher=compiler.json_schema(SCHEMA))
-    assert sampler.needs_host(0)
+    assert sampler.needs_host(0, num_steps=1)
     logits_V = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
     logits_V[END] = 6.0  # or numbers go on and on
     ids: list[int] = []
@@ -109,7 +109,9 @@ def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
     assert answer["city"] in ("Oslo", "Rome") and isinstance(answer["days"], int)
     sampler.start(0, SamplingParams(temperature=1.0, seed=5))
     free = [sampler.draw(0, logits_V).token for _ in ids]
-    assert free != ids and not sampler.needs_host(0), "control: without it they are other tokens"
+    assert free != ids and not sampler.needs_host(0, num_steps=1), (
+        "control: without it they are other tokens"
+    )
 
 
 def test_marks_are_special_tokens_where_there_is_one(compiler: GrammarCompiler) -> None:

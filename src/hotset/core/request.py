@@ -136,8 +136,17 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+FREE_FOR_EVER = 2**31
+"""More tokens than any answer has."""
+
+
 class TokenMatcher(Protocol):
     """What a structured answer may go on with. Made for one request, and moved on by its tokens."""
+
+    @property
+    def num_free(self) -> int:
+        """Tokens that may follow without being looked at one by one: none of them is forbidden,
+        whatever they are. 0 where what follows depends on the last token."""
 
     @property
     def is_complete(self) -> bool:

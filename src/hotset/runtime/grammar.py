@@ -36,6 +36,8 @@ class Matcher:
         matcher: llguidance's, without error.
     """
 
+    num_free = 0
+
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
         self._matcher = matcher
 

@@ -163,7 +163,9 @@ class PoolRows:
             others = {other: old for other, old in self._started.items() if not _meet(old, rows)}
             self._started = {**others, step: rows}
         # What a row may draw next can depend on its last token, which the host has to see.
-        waits = any(self._sampler.needs_host(row.sequence.row) for row in rows)
+        waits = any(
+            self._sampler.needs_host(row.sequence.row, num_steps=MOST_IN_FLIGHT) for row in rows
+        )
         most = MOST_IN_FLIGHT if ahead and step.captured and not waits else 1
         while step.num_in_flight < most and all(row.left for row in rows):
             step.launch()

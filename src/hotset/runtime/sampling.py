@@ -211,9 +211,11 @@ class Sampler:
         num_top = self._asked[row].logprobs
         return None if num_top is None else draw.logprobs(num_top)
 
-    def needs_host(self, row: int) -> bool:
-        """Whether the row's next step must not be queued before `accept` has had its last token."""
-        return self._matchers[row] is not None
+    def needs_host(self, row: int, *, num_steps: int) -> bool:
+        """Whether the row's next so many steps must not be queued before `accept` has had its last
+        token."""
+        matcher = self._matchers[row]
+        return matcher is not None and matcher.num_free < num_steps
 
     def accept(self, row: int, token_id: int) -> None:
         """The host knows the row's newest token; what may follow it is sent to the device.
@@ -223,8 +225,9 @@ class Sampler:
         """
         matcher = self._matchers[row]
         if matcher is not None:
+            was_free = matcher.num_free > 0
             matcher.accept(token_id)
-            if not matcher.is_complete:
+            if not (was_free and matcher.num_free > 0) and not matcher.is_complete:
                 self._send_mask(row)
 
     def is_complete(self, row: int) -> bool:

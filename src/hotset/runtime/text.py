@@ -66,6 +66,11 @@ class Text:
         ids: list[int] = self._tokenizer(prompt)["input_ids"]
         return ids
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a piece of an answer; special tokens are those that it spells."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
     def encode_chat(self, messages: Messages, **kwargs: object) -> list[int]:
         """Ids of a conversation through the checkpoint's template, ready for the answer.
 

@@ -16,7 +16,13 @@ from hotset.core.errors import HotsetError
 from hotset.server import chat, completions, messages, page, refused, responses, tokenize
 from hotset.server.answering import Answering
 from hotset.server.config import ServerConfig
-from hotset.server.errors import Problem, problem_of, problem_of_fields, problem_of_status
+from hotset.server.errors import (
+    Problem,
+    problem_of,
+    problem_of_fields,
+    problem_of_status,
+    problem_of_type,
+)
 from hotset.server.guard import Guard
 from hotset.server.live import Live
 from hotset.server.served import Served
@@ -107,7 +113,8 @@ def _explain_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def fields(request: Request, error: RequestValidationError) -> Response:
-        return tell(problem_of_fields(error.errors()), request)
+        wrong = problem_of_type(request.headers.get("content-type"))
+        return tell(wrong or problem_of_fields(error.errors()), request)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:

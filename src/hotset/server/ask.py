@@ -55,6 +55,7 @@ class Ask:
         template: further variables of the chat template.
         thinking: whether the model should reason before it answers; `None` leaves it to the
             template.
+        most_thought: most tokens of reasoning; `None` for as many as there is room for.
         parallel_calls: whether an answer may have more than one call.
         ignore_eos: go on to `max_tokens` whatever is drawn (for measurements).
     """
@@ -70,6 +71,7 @@ class Ask:
     schema: Mapping[str, Any] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
+    most_thought: int | None = None
     parallel_calls: bool = True
     ignore_eos: bool = False
 

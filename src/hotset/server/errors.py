@@ -130,6 +130,18 @@ def problem_of_status(status: int, detail: str) -> Problem:
     return Problem(status, detail or words)
 
 
+def problem_of_type(content_type: str | None) -> Problem | None:
+    """What is wrong with a body that does not call itself JSON; `None` where it does.
+
+    Such bodies are not read: a page of another site can send one without asking.
+    """
+    kind = (content_type or "").partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return None
+    given = f"is `{kind}`" if kind else "is missing"
+    return Problem(415, f"the header `Content-Type` {given}, it must be `application/json`")
+
+
 def problem_of_fields(errors: Sequence[Mapping[str, Any]]) -> Problem:
     """What is wrong with a body, by the deepest of pydantic's errors: it knows the field best."""
     error = max(errors, key=lambda entry: len(entry["loc"]))

@@ -1,6 +1,7 @@
 """What the tokens of one answer have to follow: a schema, calls that must be made, or either.
 
-Reasoning that comes first stays free, as the model writes it. Of how calls look it knows nothing.
+Reasoning that comes first stays free, as the model writes it, up to the tokens that it may take. Of
+how calls look it knows nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hotset.server.call_grammar import CallGrammar
 from hotset.server.parsers.forms import AnswerForm
 from hotset.server.parsers.registry import calls_tools, find_form
 from hotset.server.speech import prompt_end
+from hotset.server.thought_budget import ThoughtBudget
 
 
 def make_matcher(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> TokenMatcher | None:
@@ -31,16 +33,32 @@ def make_matcher(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> TokenMatche
             whose calls are not known.
         ConfigError: the library for grammars is not installed.
     """
+    form = _form(text, ask, prompt_ids)
+    inner = _structure(text, ask, form)
+    # Where nothing is known of how a model reasons, nothing is taken for its reasoning.
+    if ask.most_thought is None or form is None or form.thought is None:
+        return inner
+    begin, end = map(text.encode_part, form.thought)
+    return ThoughtBudget(
+        ask.most_thought, begin=() if form.in_thought else begin, end=end, inner=inner
+    )
+
+
+def _form(text: Text, ask: Ask, prompt_ids: Sequence[int]) -> AnswerForm | None:
+    template = text.chat_template if ask.messages is not None else None
+    return find_form(template, prompt="" if template is None else prompt_end(text, prompt_ids))
+
+
+def _structure(text: Text, ask: Ask, form: AnswerForm | None) -> TokenMatcher | None:
+    """A schema and calls; `None` where there are none that must be followed."""
     tools, many = _wanted(ask)
     if ask.tool_choice in ("auto", "none") and ask.schema is None:
         return None
     must_call = ask.tool_choice not in ("auto", "none")
-    template = text.chat_template if ask.messages is not None else None
-    form = find_form(template, prompt="" if template is None else prompt_end(text, prompt_ids))
     if form is None and not tools:
         assert ask.schema is not None
         return text.grammars.json_schema(ask.schema)
-    if form is None or (tools and not calls_tools(template or "")):
+    if form is None or (tools and not calls_tools(text.chat_template or "")):
         raise RequestError("how this model calls `tools` is not known", option="tools")
     rules = _thought(text.grammars, form)
     bodies = []

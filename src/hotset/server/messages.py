@@ -54,9 +54,26 @@ class ToolChoice(wire.Part):
 
 
 class Thinking(wire.Part):
-    """Whether to reason first. A budget of tokens is not supported."""
+    """Whether to reason first, and in how many tokens."""
 
     type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: wire.Count | None = None
+
+    def budget(self, max_tokens: int | None) -> int | None:
+        """Most tokens of reasoning; `None` for no limit.
+
+        Args:
+            max_tokens: of the whole answer, where there will be one.
+
+        Raises:
+            RequestError: a budget of what is not switched on, or one that leaves no answer.
+        """
+        name, budget = "thinking.budget_tokens", self.budget_tokens
+        if budget is not None and self.type != "enabled":
+            raise RequestError(f"`{name}` goes with the type `enabled`", option=name)
+        if budget is not None and max_tokens is not None and budget >= max_tokens:
+            raise RequestError(f"`max_tokens` must be greater than `{name}`", option=name)
+        return budget
 
 
 class OutputFormat(wire.Part):
@@ -76,7 +93,15 @@ class Metadata(wire.Part):
 class PromptBody(wire.Body):
     """A conversation that is answered, or only counted."""
 
-    NEUTRAL: ClassVar = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
+    NEUTRAL: ClassVar = {
+        "service_tier": ("auto", "standard_only"),
+        "speed": ("standard",),
+        # What an earlier turn thought is handed to the template as it came.
+        "context_management": (
+            {"edits": []},
+            {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        ),
+    }
 
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: str | list[SystemText] | None = None
@@ -112,7 +137,8 @@ def to_ask(body: PromptBody) -> Ask:
         if body.output_config.format is not None:
             schema = body.output_config.format.schema_
     choice = body.tool_choice or ToolChoice(type="auto")
-    thinking = None if body.thinking is None else body.thinking.type
+    thinking = body.thinking or Thinking(type="adaptive")
+    most = body.max_tokens if isinstance(body, MessageBody) else None
     return Ask(
         messages=to_template(body.system, body.messages),
         tools=tuple(
@@ -123,7 +149,8 @@ def to_ask(body: PromptBody) -> Ask:
         parallel_calls=not choice.disable_parallel_tool_use,
         schema=schema,
         template=template,
-        thinking={"enabled": True, "disabled": False}.get(thinking or ""),
+        thinking={"enabled": True, "disabled": False}.get(thinking.type),
+        most_thought=thinking.budget(most),
         **(_length_and_sampling(body) if isinstance(body, MessageBody) else {}),
     )
 

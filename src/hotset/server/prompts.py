@@ -15,6 +15,7 @@ from jinja2 import Environment, TemplateError, meta
 from hotset.core.errors import RequestError
 from hotset.runtime.text import Text
 from hotset.server.ask import Ask
+from hotset.server.parsers.registry import reasons
 
 # Set by the library or from other fields of a request.
 _RESERVED = frozenset(
@@ -78,11 +79,11 @@ class Prompts:
         for name in _THINKING:
             if name in self.read:
                 return {name: wanted}
-        if wanted:
+        if wanted and not reasons(self._text.chat_template):
             raise RequestError(
-                "the chat template of this model has no switch for thinking", option="thinking"
+                "the chat template of this model knows no thinking", option="thinking"
             )
-        return {}  # what cannot be switched on is off
+        return {}  # it always reasons, or never does
 
 
 _KNOWN = (*_THINKING, "reasoning_effort", "clear_thinking", "preserve_thinking")

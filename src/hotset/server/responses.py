@@ -37,10 +37,10 @@ class ChosenFunction(wire.Part):
 
 
 class Reasoning(wire.Part):
-    """How much to reason; there are no summaries."""
+    """How much to reason. There are no summaries, and `auto` is as much of one as there is."""
 
     effort: str | None = None
-    summary: None = None
+    summary: Literal["auto"] | None = None
 
 
 class TextFormat(wire.Part):

@@ -84,7 +84,7 @@ class Sampled(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
@@ -99,10 +99,12 @@ class Sampled(Body):
             RequestError: a key of `logit_bias` that is no token id.
         """
         names = (
-            *("temperature", "top_p", "min_p", "seed"),
+            *("temperature", "top_p", "min_p"),
             *("presence_penalty", "frequency_penalty", "repetition_penalty"),
         )
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.seed is not None:
+            given["seed"] = self.seed % 2**63  # negative ones are seeds like others
         if self.top_k is not None:
             given["top_k"] = max(self.top_k, 0)  # vLLM's word for off is -1
         if self.logit_bias is not None:

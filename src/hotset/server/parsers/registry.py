@@ -101,5 +101,13 @@ def calls_tools(template: str) -> bool:
     return syntax is None or syntax.call_open in template
 
 
+def reasons(template: str | None) -> bool:
+    """Whether a template has the mark before reasoning: its model reasons, or can."""
+    form = find_form(template)
+    if form is None or form.thought is None:
+        return False
+    return form.thought[0].strip() in (template or "")
+
+
 def _is_opened(syntax: Syntax, prompt: str) -> bool:
     return bool(syntax.think_open) and prompt.rstrip().endswith(syntax.think_open)

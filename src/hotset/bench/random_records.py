@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
+from hotset.checkpoint.lossless import pack_lossless
 from hotset.core.formats import WeightFormat
 from hotset.core.geometry import ExpertSpec
 from hotset.core.record import Field
 from hotset.kernels.dequantise import E2M1_VALUES, decode_e4m3
+from hotset.kernels.reference import record_fields
 
 _BIAS_STD = 0.3
 # Scales are the mean one times 2^u, u uniform between these.
@@ -44,10 +46,31 @@ def fill_random(
         view = _field_of_all(records_ND, field)
         if part == "bias":
             view.copy_(_normal(view, generator) * _BIAS_STD)
+        elif form.is_lossless:
+            if part == "":
+                _fill_lossless(records_ND, spec, name, columns, want, generator)
         elif part == "" and form.is_plain:
             view.copy_(_normal(view, generator) * want)
         else:
             view.copy_(_part(part, view, form, want, generator))
+
+
+def _fill_lossless(
+    records_ND: torch.Tensor,
+    spec: ExpertSpec,
+    name: str,
+    columns: int,
+    std: float,
+    generator: torch.Generator,
+) -> None:
+    """All fields of a matrix of `lossless`, which belong together: of the weights that are drawn
+    for a plain one."""
+    for record in records_ND:
+        fields = record_fields(record, spec)
+        weights = fields[name].new_empty(len(fields[name]), columns, dtype=torch.bfloat16)
+        weights.copy_(_normal(weights, generator) * std)
+        packed = pack_lossless(weights, fields, name)
+        assert packed, "normally distributed weights have few rare ones"
 
 
 def _field_of_all(records_ND: torch.Tensor, field: Field) -> torch.Tensor:

@@ -16,7 +16,7 @@ FieldSpec = tuple[str, tuple[int, ...], str]
 
 # Codes of one 32-bit word, by format. Kernels read codes as words, so a row is padded to whole
 # ones; published rows are whole words, so a file's row is the record's row byte for byte.
-CODES_PER_WORD = {"fp8": 4, "int4": 8, "nvfp4": 8, "mxfp4": 8}
+CODES_PER_WORD = {"fp8": 4, "int4": 8, "nvfp4": 8, "mxfp4": 8, "lossless": 8}
 WORD_BYTES = 4
 
 # Scales are numbers, or codes of one byte: E4M3 (`float8_e4m3fn`) or E8M0 (`float8_e8m0fnu`).
@@ -29,10 +29,12 @@ class WeightFormat:
 
     A weight is `value(code) * scale`, with codes of `fp8` in E4M3 (it has no infinities), of
     `nvfp4` and `mxfp4` in E2M1, and of `int4` from 0 to 15, where `value = code - zero`. Codes of
-    4 bits lie two to a byte along K, the even column in the low half.
+    4 bits lie two to a byte along K, the even column in the low half. `lossless` has no scales: it
+    is BF16 itself in about 12 bits (`lossless_fields`).
 
     Attributes:
-        name: `plain` (numbers of the compute dtype, no codes), `fp8`, `int4`, `nvfp4`, `mxfp4`.
+        name: `plain` (numbers of the compute dtype, no codes), `fp8`, `int4`, `nvfp4`, `mxfp4`,
+            `lossless`.
         scale_dtype: one of `SCALE_DTYPES`; empty in `plain`.
         scale_columns: values along K that share a scale, a multiple of 8, so that a word has one
             scale; `None` for a whole row. The last group of a row may be partial.
@@ -56,7 +58,7 @@ class WeightFormat:
     has_order: bool = False
 
     def __post_init__(self) -> None:
-        if self.is_plain:
+        if self.is_plain or self.is_lossless:
             assert self.scale_dtype == "" and self.scale_columns is None and self.scale_rows == 1
             assert not (self.has_zeros or self.has_global or self.has_order)
             return
@@ -68,6 +70,10 @@ class WeightFormat:
     @property
     def is_plain(self) -> bool:
         return self.name == "plain"
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.name == "lossless"
 
     def row_words(self, columns: int) -> int:
         """32-bit words of one row of codes."""
@@ -106,6 +112,9 @@ class WeightFormat:
         """
         if self.is_plain:
             return [(name, (halves * rows, columns), dtype)]
+        if self.is_lossless:
+            assert dtype == "bfloat16", dtype
+            return lossless_fields(name, rows=halves * rows, columns=columns)
         grid = (halves * self.num_blocks(rows), self.num_groups(columns))
         one_byte = self.scale_dtype.startswith("float8")
         specs: list[FieldSpec] = [
@@ -121,7 +130,43 @@ class WeightFormat:
         return specs
 
 
+# Weights of a group of `lossless`: a 32-bit word of exponents.
+LOSSLESS_GROUP = 8
+# Exponents that a row can name, side by side: codes 1 to 15; code 0 is a rare weight.
+LOSSLESS_WINDOW = 15
+# Rare weights that a row may name: by one byte.
+LOSSLESS_MOST_RARE = 256
+
+
+def lossless_fields(name: str, *, rows: int, columns: int) -> list[FieldSpec]:
+    """The record fields of a matrix of BF16 weights in about 12 bits each.
+
+    The exponents of a row's weights lie close together: nearly all are one of 15 values. So a
+    weight is a byte, its sign and mantissa, and a code of 4 bits, exponent = base of the row +
+    code. A weight that is too small (or, beside outliers, too large) for that has code 0, and its
+    byte is the number of its 16 bits in the row's part of a table, where equal ones share a place.
+
+    Returns:
+        G groups of 8 columns, the last one padded:
+        `name` uint8 [rows, 8 G]: sign << 7 | mantissa, or a number into the table.
+        `name_exponent` uint8 [rows, 4 G]: for each group a 32-bit word; the code of column c is at
+        bit 4 (c // 2) + 16 (c % 2), so that one shift brings those of a pair of columns to the
+        exponents of two BF16 in a word.
+        `name_row` int32 [rows]: base | first << 8, its part of the table begins at entry `first`.
+        `name_rare` int16 [rows, 2 + columns // 512]: the table, of all rows together. Of normally
+        distributed weights one in 6,000 is rare; there is room for one in 512, and two a row.
+    """
+    groups = -(-columns // LOSSLESS_GROUP)
+    return [
+        (name, (rows, groups * LOSSLESS_GROUP), "uint8"),
+        (f"{name}_exponent", (rows, groups * WORD_BYTES), "uint8"),
+        (f"{name}_row", (rows,), "int32"),
+        (f"{name}_rare", (rows, 2 + columns // 512), "int16"),
+    ]
+
+
 PLAIN = WeightFormat("plain")
+LOSSLESS = WeightFormat("lossless")
 NVFP4 = WeightFormat("nvfp4", "float8_e4m3fn", scale_columns=16, has_global=True)
 MXFP4 = WeightFormat("mxfp4", "float8_e8m0fnu", scale_columns=32)
 
@@ -158,4 +203,5 @@ USUAL = {
     "int4": int4("bfloat16", group=128),
     "nvfp4": NVFP4,
     "mxfp4": MXFP4,
+    "lossless": LOSSLESS,
 }

@@ -21,6 +21,7 @@ DTYPE_BYTES = {
     "float16": 2,
     "float8_e4m3fn": 1,
     "uint8": 1,
+    "int16": 2,
     "int32": 4,
 }
 

@@ -63,6 +63,8 @@ def dequantise_matrix(
     """
     if weights.is_plain:
         return fields[name].float()
+    if weights.is_lossless:
+        return unpack_lossless(fields, name, columns=columns).float()
     codes = _unpack(fields[name], weights)[:, :columns]
     scale = _decode_scale(fields[f"{name}_scale"], weights)
     if weights.has_global:
@@ -85,6 +87,23 @@ def dequantise_matrix(
         ordered[:, fields[f"{name}_order"].long()] = weight
         weight = ordered
     return weight
+
+
+def unpack_lossless(fields: Fields, name: str, *, columns: int) -> torch.Tensor:
+    """The weights of a matrix of `core.formats.lossless_fields`: BF16 [N, K], every bit."""
+    number = fields[name].int()
+    words = fields[f"{name}_exponent"].view(torch.int32)
+    shifts = torch.tensor([4 * (c // 2) + 16 * (c % 2) for c in range(8)], device=number.device)
+    code = ((words[:, :, None] >> shifts) & 0xF).flatten(1).int()
+    header = fields[f"{name}_row"][:, None]
+    # A base of 255 is poison, and shall be NaN.
+    exponent = (header & 0xFF).clamp(max=240) + code
+    bits = (number & 0x80) << 8 | exponent << 7 | number & 0x7F
+    table = fields[f"{name}_rare"].flatten().int()
+    # What is no number into the table must not be looked up, poison least of all.
+    place = torch.where(code == 0, ((header >> 8) & 0xFFFFFF) + number, 0)
+    bits = torch.where(code == 0, table[place.long()], bits)
+    return bits.to(torch.int16).view(torch.bfloat16)[:, :columns]
 
 
 def dequantise(fields: Fields, spec: ExpertSpec) -> tuple[torch.Tensor, torch.Tensor]:

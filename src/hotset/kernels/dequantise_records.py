@@ -21,6 +21,7 @@ import triton.language as tl
 from hotset.core.geometry import ExpertSpec
 from hotset.kernels.device import field_pointer, is_interpreted, load_tile
 from hotset.kernels.launch import DEQUANTISE, Tile
+from hotset.kernels.lossless import lossless_tile
 from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
@@ -51,6 +52,10 @@ def _dequantise_kernel(
         if M.codes == "plain":
             source = field_pointer(record, M.offset, DTYPE)
             tile = load_tile(source + rows[:, None] * M.columns + cols[None, :], real, False)
+        elif M.codes == "lossless":
+            tile = lossless_tile(
+                record, nowhere, rows, inside, first, M, DTYPE, ROWS, COLS, False, False, INTERPRET
+            )
         else:
             tile = packed_tile(
                 record,

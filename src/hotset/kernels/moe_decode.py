@@ -39,6 +39,7 @@ from hotset.kernels.launch import (
     Tile,
     packed_one_token_tile,
 )
+from hotset.kernels.lossless import first_groups, lossless_row_sums
 from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
@@ -188,10 +189,29 @@ def _up_kernel(
     rows, inside = up_rows(first, INTER, ROWS, GATED)
     if M.codes == "plain":
         w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+    elif M.codes == "lossless":
+        header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
     wait_for_previous(DEPENDENT)
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
     if M.codes == "plain":
         u = _row_sums(x_H, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
+    elif M.codes == "lossless":
+        u = lossless_row_sums(
+            x_H,
+            record,
+            fill,
+            rows,
+            inside,
+            header,
+            group,
+            codes,
+            M,
+            ROWS,
+            COLS,
+            whole,
+            FILL,
+            INTERPRET,
+        )
     else:
         u = _packed_row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
@@ -241,12 +261,31 @@ def _down_kernel(
     whole: tl.constexpr = HIDDEN % ROWS == 0
     if M.codes == "plain":
         w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+    elif M.codes == "lossless":
+        header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
     wait_for_previous(DEPENDENT)
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
 
     h_I = h_KI + choice * INTER
     if M.codes == "plain":
         y = _row_sums(h_I, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
+    elif M.codes == "lossless":
+        y = lossless_row_sums(
+            h_I,
+            record,
+            fill,
+            rows,
+            inside,
+            header,
+            group,
+            codes,
+            M,
+            ROWS,
+            COLS,
+            whole,
+            FILL,
+            INTERPRET,
+        )
     else:
         y = _packed_row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
     if HAS_BIAS:
@@ -323,7 +362,7 @@ def _projection(
 ) -> dict[str, Any]:
     """Keyword arguments of a launch: where matrix and bias are in a record, and the tile."""
     matrix = Matrix.of(spec, name)
-    if matrix.codes == "plain":
+    if matrix.codes in ("plain", "lossless"):  # which has the bits of plain, sums included
         tile = plain[x_1H.element_size()]
     else:
         tile = packed_one_token_tile(packed[matrix.per_word], matrix.columns)

@@ -33,6 +33,7 @@ from hotset.kernels.device import (
 )
 from hotset.kernels.grouping import Grouping
 from hotset.kernels.launch import Tile, grouped_tile, shared_memory_bytes
+from hotset.kernels.lossless import lossless_tile
 from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
@@ -103,6 +104,21 @@ def _products(
             offsets = rows[:, None] * M.columns + cols[None, :]
             tile = inside[:, None] & (cols < M.columns)[None, :]
             w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
+        elif M.codes == "lossless":
+            w = lossless_tile(
+                record,
+                fill,
+                rows,
+                inside,
+                first,
+                M,
+                dtype,
+                ROWS,
+                COLS,
+                WHOLE_ROWS,
+                FILL,
+                INTERPRET,
+            )
         else:
             w = packed_tile(
                 record,
@@ -306,7 +322,8 @@ def _tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool)
         grouping.block_tokens,
         shared_memory_bytes(x_TH.device),
         per_word=matrix.per_word,
-        fill=fill,
+        # Made in registers, as what is also stored: see `launch._synchronous`.
+        fill=fill or matrix.codes == "lossless",
     )
 
 

@@ -33,16 +33,18 @@ class Matrix:
     """One matrix of a record as kernels know it when they are compiled.
 
     Attributes:
-        codes: `plain`, `fp8`, `int4` or `fp4`.
-        per_word: codes of a 32-bit word; 1 where plain.
+        codes: `plain`, `fp8`, `int4`, `fp4` or `lossless`.
+        per_word: codes of a 32-bit word; 1 where plain, and where `lossless` makes it plain.
         columns: K.
         half_rows: N of a half.
-        row_words: words from one row of codes to the next.
+        row_words: words from one row of codes to the next; of `lossless` groups of 8 columns.
         scale_codes: `float8_e4m3fn`, `float8_e8m0fnu`, or a number's dtype.
         scale_type: what a scale is loaded as.
         group, block: columns and rows of a half that share a scale.
         num_groups, num_blocks: how many of them.
         offset, scale, zero, factor, order: bytes into the record; `ABSENT` for none.
+        exponent, row, rare: the same, of `lossless`.
+        row_rare, rare_places: places of its table for a row, and the power of two above.
     """
 
     codes: str
@@ -61,6 +63,11 @@ class Matrix:
     zero: int
     factor: int
     order: int
+    exponent: int = ABSENT
+    row: int = ABSENT
+    rare: int = ABSENT
+    row_rare: int = 0
+    rare_places: int = 0
 
     @classmethod
     def of(cls, spec: ExpertSpec, name: str) -> Matrix:
@@ -70,9 +77,10 @@ class Matrix:
         columns = spec.hidden if is_up else spec.intermediate
         rows = spec.intermediate if is_up else spec.hidden
         offset = {field.name: field.offset for field in spec.layout.fields}
+        row_rare = spec.layout.field(f"{name}_rare").shape[1] if form.is_lossless else 0
         return cls(
             codes="fp4" if form.name in ("nvfp4", "mxfp4") else form.name,
-            per_word=1 if form.is_plain else CODES_PER_WORD[form.name],
+            per_word=1 if form.is_plain or form.is_lossless else CODES_PER_WORD[form.name],
             columns=columns,
             half_rows=rows,
             row_words=columns if form.is_plain else form.row_words(columns),
@@ -87,6 +95,11 @@ class Matrix:
             zero=offset.get(f"{name}_zero", ABSENT),
             factor=offset.get(f"{name}_global", ABSENT),
             order=offset.get(f"{name}_order", ABSENT),
+            exponent=offset.get(f"{name}_exponent", ABSENT),
+            row=offset.get(f"{name}_row", ABSENT),
+            rare=offset.get(f"{name}_rare", ABSENT),
+            row_rare=row_rare,
+            rare_places=triton.next_power_of_2(row_rare),
         )
 
 

@@ -23,12 +23,12 @@ class SlowReader(ShardReader):
 
     told = False
 
-    def read_into(self, file: Path, offset: int, destination: torch.Tensor) -> None:
+    def read_into(self, file: Path, offset: int, *destinations: torch.Tensor) -> None:
         if not SlowReader.told:
             SlowReader.told = True
             print("loading", flush=True)
         time.sleep(0.1)
-        super().read_into(file, offset, destination)
+        super().read_into(file, offset, *destinations)
 
 
 if __name__ == "__main__":

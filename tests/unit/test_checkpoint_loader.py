@@ -126,9 +126,9 @@ def test_disks_are_read_forwards_and_all_bytes_once(mixtral: tuple[Path, Any]) -
     reads: list[tuple[Path, int, int]] = []
 
     class Recorder(ShardReader):
-        def read_into(self, file: Path, offset: int, destination: torch.Tensor) -> None:
-            reads.append((file, offset, destination.nbytes))
-            super().read_into(file, offset, destination)
+        def read_into(self, file: Path, offset: int, *destinations: torch.Tensor) -> None:
+            reads.append((file, offset, sum(each.nbytes for each in destinations)))
+            super().read_into(file, offset, *destinations)
 
     seen: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,13 @@
-"""Whether a tensor holds NaN or Inf, at memory speed. Knows bit patterns, not meanings."""
+"""Whether a tensor holds NaN or Inf, at memory speed, and the error of one that does. Knows bit
+patterns, not meanings."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+
+from hotset.checkpoint.index import TensorEntry
+from hotset.core.errors import CheckpointError
 
 # dtype -> (signed and unsigned integers of its width, bits of +Inf, bits of -Inf)
 _BITS: dict[torch.dtype, tuple[type, type, int, int]] = {
@@ -16,14 +20,24 @@ _BITS: dict[torch.dtype, tuple[type, type, int, int]] = {
     torch.float8_e8m0fnu: (np.int8, np.uint8, 0x80, 0xFF),
 }
 
+# Bits that only magnitudes of 2 and more have, four, two or one number to a word.
+_AT_LEAST_TWO = {
+    torch.bfloat16: 0x4000_4000_4000_4000,
+    torch.float16: 0x4000_4000_4000_4000,
+    torch.float32: 0x4000_0000_4000_0000,
+    torch.float64: 0x4000_0000_0000_0000,
+}
+
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or Inf; an integer tensor always is.
 
-    A float is finite when its bits are below those of Inf of its sign, NaN being above. So two
-    integer maxima decide, the signed one for positive values and the unsigned one for negative
-    ones, without a temporary: 35 GB/s on one core for bfloat16, where `torch.isfinite(x).all()`
-    reaches 0.7. An all-reduce by `sum` is no substitute, it overflows on finite values.
+    Weights are hardly ever 2 or more: where the union of all bits has none that such magnitudes
+    have, one pass has seen it (57 GB/s on one core). Otherwise: a float is finite when its bits are
+    below those of Inf of its sign, NaN being above. So two integer maxima decide, the signed one
+    for positive values and the unsigned one for negative ones, without a temporary: 35 GB/s for
+    bfloat16, where `torch.isfinite(x).all()` reaches 0.7. An all-reduce by `sum` is no substitute,
+    it overflows on finite values.
     """
     if not tensor.is_floating_point() or not tensor.numel():
         return True
@@ -31,4 +45,16 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return bool(torch.isfinite(tensor).all())
     signed, unsigned, plus_inf, minus_inf = _BITS[tensor.dtype]
     data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    if tensor.dtype in _AT_LEAST_TWO and data.nbytes % 8 == 0:
+        union = int(np.bitwise_or.reduce(data.view(np.uint64)))
+        if not union & _AT_LEAST_TWO[tensor.dtype]:
+            return True
     return bool(data.view(signed).max() < plus_inf and data.view(unsigned).max() < minus_inf)
+
+
+def not_finite(entry: TensorEntry) -> CheckpointError:
+    """The error of a tensor with NaN or Inf."""
+    return CheckpointError(
+        f"tensor `{entry.name}` in `{entry.file}` holds NaN or Inf",
+        hint="the file is damaged or was written wrongly; download it again",
+    )

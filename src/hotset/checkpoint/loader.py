@@ -25,14 +25,13 @@ from threading import Event, Lock
 import torch
 
 from hotset.checkpoint.convert import convert_expert
-from hotset.checkpoint.finite import is_finite
+from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, read_packed
 from hotset.checkpoint.packing import pack
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.reader import ShardReader
-from hotset.checkpoint.resident import require_finite
 from hotset.core.errors import CheckpointError
 
 # (layer, expert) -> writable views of the record's fields by name. Called from several threads
@@ -79,7 +78,7 @@ def load_experts(
         destination: views of one record's fields, shaped as `ExpertSpec` says. Another float
             dtype than the file's is cast to, once. Must be thread-safe.
         progress: told how far it is.
-        num_threads: readers; default up to 4, by the cores there are. The result is the same.
+        num_threads: readers, default `default_threads`. The result is the same.
         keep_file_cache: see `ShardReader`.
 
     Raises:
@@ -88,12 +87,17 @@ def load_experts(
     """
     start = time.monotonic()
     jobs = plan_jobs(key_map)
-    num_threads = num_threads or min(4, os.cpu_count() or 1)
+    num_threads = num_threads or default_threads()
     with ShardReader(keep_file_cache=keep_file_cache) as reader:
         crew = _Crew(jobs, reader, destination)
         crew.run(num_threads, progress)
     records = {(job.piece.param.layer, job.expert) for job in jobs}
     return LoadReport(crew.total_bytes, len(records), time.monotonic() - start)
+
+
+def default_threads() -> int:
+    """Readers where nothing else is said: up to 4, by the cores there are."""
+    return min(4, os.cpu_count() or 1)
 
 
 def as_in_module(field: torch.Tensor, param: ExpertParam) -> torch.Tensor:
@@ -170,13 +174,15 @@ class _Crew:
             return
         (source,) = job.sources
         if rows.is_contiguous() and rows.dtype == source.dtype and _in_host_memory(rows):
-            self._reader.read_into(source.entry.file, source.offset, rows)
-            require_finite(rows, source.entry)
+            self._read(source, rows)
             return
         read = scratch.take(source)
-        self._reader.read_into(source.entry.file, source.offset, read)
-        require_finite(read, source.entry)
+        self._read(source, read)
         _copy(read, rows, [source])
+
+    def _read(self, source: Source, destination: torch.Tensor) -> None:
+        if not self._reader.read_finite(source.entry.file, source.offset, destination):
+            raise not_finite(source.entry)
 
     def _pack(self, job: Job, fields: dict[str, torch.Tensor]) -> None:
         """Files are read into host memory: a record elsewhere gets its fields from there. Only
@@ -210,8 +216,7 @@ class _Crew:
             return read.T[None] if fused else read
         (source,) = sources_of(piece, expert)
         read = torch.empty(source.shape, dtype=source.dtype)
-        self._reader.read_into(source.entry.file, source.offset, read)
-        require_finite(read, entry)
+        self._read(source, read)
         return read[None] if fused else read
 
     def _finish(self, job: Job) -> None:

@@ -12,14 +12,15 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from hotset.checkpoint.finite import is_finite
+from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.formats import SUFFIXES, recognise
 from hotset.checkpoint.formats.base import MatrixFormat, located
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry, some
 from hotset.checkpoint.quantised import Declared
-from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.reader import Range, ShardReader
 from hotset.core.errors import CheckpointError
 
 # Companions that no unquantised module calls its own parameters by.
@@ -154,18 +155,32 @@ def read_packed(
     Raises:
         CheckpointError: a file cannot be read, or see `check_values`.
     """
-    tensors = {}
-    for suffix, part in entry.parts.items():
-        if suffix == without:
-            continue
-        offset, shape = part.offset, part.shape
-        if expert is not None:
-            offset += expert * (part.nbytes // shape[0])
-            shape = shape[1:]
-        tensors[suffix] = torch.empty(shape, dtype=getattr(torch, part.dtype))
-        reader.read_into(part.file, offset, tensors[suffix])
+    tensors = {
+        suffix: torch.empty(
+            part.shape if expert is None else part.shape[1:], dtype=getattr(torch, part.dtype)
+        )
+        for suffix, part in entry.parts.items()
+        if suffix != without
+    }
+    reader.read_all(ranges_of(entry, tensors, expert=expert))
     check_values(entry, tensors)
     return tensors
+
+
+def ranges_of(
+    entry: PackedEntry, tensors: dict[str, torch.Tensor], *, expert: int | None
+) -> list[Range]:
+    """Where in the files each of a matrix's tensors is.
+
+    Args:
+        tensors: contiguous, by suffix: what is to be filled.
+        expert: of tensors that hold all experts, the one to read.
+    """
+    return [
+        (part.file, part.offset + (expert or 0) * tensor.nbytes, tensor)
+        for suffix, tensor in tensors.items()
+        for part in (entry.parts[suffix],)
+    ]
 
 
 def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype) -> torch.Tensor:
@@ -183,14 +198,6 @@ def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype
     return made
 
 
-def damaged(part: TensorEntry) -> CheckpointError:
-    """The error of a tensor with NaN or Inf."""
-    return CheckpointError(
-        f"{located(part)} holds NaN or Inf",
-        hint="the file is damaged or was written wrongly; download it again",
-    )
-
-
 def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
     """Requires that codes and scales are numbers, and scales such as weights have.
 
@@ -202,12 +209,12 @@ def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
     for suffix, tensor in tensors.items():
         is_e8m0 = suffix == name and tensor.dtype == torch.uint8
         if not is_finite(tensor.view(torch.float8_e8m0fnu) if is_e8m0 else tensor):
-            raise damaged(entry.parts[suffix])
+            raise not_finite(entry.parts[suffix])
     # An odd step, so that a sample does not keep to the same columns.
     step = max(1, tensors[name].numel() // _NUM_SAMPLED) | 1
     sample = tensors | {name: tensors[name].reshape(-1)[::step]}
-    largest = entry.format.largest(sample)
-    typical, most = float(largest.median()), float(largest.max())
+    largest = np.sort(entry.format.largest(sample).numpy())
+    typical, most = float(largest[(len(largest) - 1) // 2]), float(largest[-1])
     part, limit = entry.parts[name], entry.format.most_typical
     if not (typical <= limit and most <= _MOST_SINGLE):
         raise CheckpointError(

@@ -1,21 +1,39 @@
 """Packs one expert's quantised matrix into its record: codes, scales, zero points.
 
-Codes that the file has as the record wants them are read straight into it; all else is read beside
-it and rearranged. What the rearrangement is belongs to the format; where rows go is decided here.
+Codes and scales that the file has as the record wants them are read straight into it, neighbours
+in one call; all else is read beside it and rearranged. What the rearrangement is belongs to the
+format; where rows go is decided here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.jobs import Job
 from hotset.checkpoint.mapping import ExpertPiece
-from hotset.checkpoint.packed import PackedEntry, damaged, read_packed
-from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.packed import PackedEntry, check_values, ranges_of, read_packed
+from hotset.checkpoint.reader import Range, ShardReader
 from hotset.core.errors import CheckpointError
 
 Fields = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One quantised matrix on its way into a record.
+
+    Attributes:
+        piece, entry: what it is.
+        tensors: its tensors by suffix; those of `in_place` are parts of the record.
+        in_place: suffixes of what needs no rearranging.
+    """
+
+    piece: ExpertPiece
+    entry: PackedEntry
+    tensors: Fields
+    in_place: frozenset[str]
 
 
 def pack(reader: ShardReader, job: Job, fields: Fields) -> None:
@@ -30,26 +48,51 @@ def pack(reader: ShardReader, job: Job, fields: Fields) -> None:
         CheckpointError: unreadable, or values that are no weights'; names tensor and file.
     """
     row_order = None if job.row_order is None else _column_order(reader, job.row_order)
-    name = job.piece.param.field
-    for piece in job.pieces:
-        entry = piece.entry
-        assert isinstance(entry, PackedEntry)
-        expert = None if piece.expert is not None else job.expert
-        codes = half(fields[name], job, piece)
-        straight = entry.format.stored if codes.is_contiguous() and row_order is None else None
-        if straight is not None:
-            _read_codes(reader, entry, straight, expert, codes)
-        tensors = read_packed(reader, entry, expert=expert, without=straight)
-        made = _companions(entry, tensors)
-        if straight is None:
-            made[""] = entry.format.codes(tensors)
-        order = made.pop("_order", None)
-        if order is not None:
-            _place_order(order, fields, name, entry, first=piece is job.piece)
-        for ending, value in made.items():
-            rows = value if row_order is None else value[row_order]
-            target = half(fields[name + ending], job, piece)
-            target.copy_(rows.reshape(target.shape))
+    is_moved = row_order is not None
+    opened = [_open(piece, job, fields, is_moved=is_moved) for piece in job.pieces]
+    ranges: list[Range] = []
+    for one in opened:
+        expert = None if one.piece.expert is not None else job.expert
+        ranges += ranges_of(one.entry, one.tensors, expert=expert)
+    reader.read_all(ranges)
+    for one in opened:
+        check_values(one.entry, one.tensors)
+        _rearrange(one, job, fields, row_order)
+
+
+def _open(piece: ExpertPiece, job: Job, fields: Fields, *, is_moved: bool) -> _Piece:
+    """Where a matrix is read to: into the record where its rows are the record's, else beside."""
+    entry, name = piece.entry, job.piece.param.field
+    assert isinstance(entry, PackedEntry)
+    tensors, in_place = {}, set()
+    for suffix, part in entry.parts.items():
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        shape = part.shape if piece.expert is not None else part.shape[1:]
+        ending = None if is_moved else entry.format.as_stored.get(suffix)
+        if ending is not None:
+            field = half(fields[name + ending], job, piece)
+            if field.is_contiguous():
+                tensors[suffix] = field.view(-1).view(torch.uint8).view(dtype).view(shape)
+                in_place.add(suffix)
+                continue
+        tensors[suffix] = torch.empty(shape, dtype=dtype)
+    return _Piece(piece, entry, tensors, frozenset(in_place))
+
+
+def _rearrange(one: _Piece, job: Job, fields: Fields, row_order: torch.Tensor | None) -> None:
+    """Copies to the record what was read beside it."""
+    name, format_ = job.piece.param.field, one.entry.format
+    done = {format_.as_stored[suffix] for suffix in one.in_place}
+    made = _companions(one.entry, one.tensors)
+    if "" not in done:
+        made[""] = format_.codes(one.tensors)
+    order = made.pop("_order", None)
+    if order is not None:
+        _place_order(order, fields, name, one.entry, first=one.piece is job.piece)
+    for ending in made.keys() - done:
+        rows = made[ending] if row_order is None else made[ending][row_order]
+        target = half(fields[name + ending], job, one.piece)
+        target.copy_(rows.reshape(target.shape))
 
 
 def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:
@@ -62,16 +105,6 @@ def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:
         return field.unflatten(0, (2, -1)).transpose(0, 1) if both else field
     parts: torch.Tensor = field.unflatten(0, (len(job.pieces), -1))
     return parts[piece.part]
-
-
-def _read_codes(
-    reader: ShardReader, entry: PackedEntry, suffix: str, expert: int | None, codes: torch.Tensor
-) -> None:
-    part = entry.parts[suffix]
-    offset = part.offset + (0 if expert is None else expert * (part.nbytes // part.shape[0]))
-    reader.read_into(part.file, offset, codes)
-    if not is_finite(codes.view(getattr(torch, part.dtype))):
-        raise damaged(part)
 
 
 def _companions(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> Fields:

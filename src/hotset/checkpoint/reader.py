@@ -10,13 +10,23 @@ map kills the process with SIGBUS.
 from __future__ import annotations
 
 import os
+from itertools import groupby
 from pathlib import Path
 from threading import Lock
 
 import torch
 
+from hotset.checkpoint.finite import is_finite
 from hotset.core.closing import Closing
 from hotset.core.errors import CheckpointError
+from hotset.core.units import MIB
+
+# Bytes that are looked at right behind being read, while they are in a core's own cache. Read and
+# checked in one go, BF16 took 0.16 s/GB of one core, in such steps 0.13; reading alone 0.09.
+_CHECKED_BYTES = MIB
+
+# (file, offset, what its bytes fill)
+Range = tuple[Path, int, torch.Tensor]
 
 
 class ShardReader(Closing):
@@ -35,36 +45,63 @@ class ShardReader(Closing):
         self._closed = False
         self._lock = Lock()
 
-    def read_into(self, file: Path, offset: int, destination: torch.Tensor) -> None:
-        """Fills a contiguous CPU tensor with the file's bytes from `offset` on.
+    def read_into(self, file: Path, offset: int, *destinations: torch.Tensor) -> None:
+        """Fills contiguous CPU tensors, one behind the other, with the file's bytes from `offset`.
 
         Raises:
             CheckpointError: the file cannot be read, or ends early.
         """
-        assert destination.is_contiguous() and destination.device.type == "cpu"
-        if not destination.numel():
-            return
-        view = memoryview(destination.detach().reshape(-1).view(torch.uint8).numpy().data)
-        done = 0
+        views = [_bytes_of(each) for each in destinations if each.numel()]
+        total, done = sum(map(len, views)), 0
         try:
             descriptor = self._open(file)
             # One call moves at most 2 GiB.
-            while done < len(view):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
+            while views:
+                count = os.preadv(descriptor, views, offset + done)
                 if count == 0:
                     break
                 done += count
+                views = _rest(views, count)
         except OSError as error:
             raise CheckpointError(
                 f"cannot read `{file}`: {error.strerror}",
                 hint="check the file's permissions and the disk",
             ) from error
-        if done < len(view):
+        if done < total:
             raise CheckpointError(
-                f"`{file}` ends early: expected {len(view)} bytes from byte {offset} on, "
-                f"got {done}",
+                f"`{file}` ends early: expected {total} bytes from byte {offset} on, got {done}",
                 hint="was the file replaced while it was read? download or copy it again",
             )
+
+    def read_all(self, ranges: list[Range]) -> None:
+        """Fills several tensors, forwards through each file; neighbours in one call.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
+        ordered = sorted(ranges, key=lambda one: one[:2])
+        starts: list[tuple[Path, int]] = []
+        end: tuple[Path, int] | None = None
+        for file, offset, tensor in ordered:
+            starts.append(starts[-1] if (file, offset) == end else (file, offset))
+            end = (file, offset + tensor.nbytes)
+        runs = zip(starts, ordered, strict=True)
+        for (file, offset), run in groupby(runs, key=lambda pair: pair[0]):
+            self.read_into(file, offset, *(tensor for _, (_, _, tensor) in run))
+
+    def read_finite(self, file: Path, offset: int, destination: torch.Tensor) -> bool:
+        """As `read_into`; whether no element is NaN or Inf. What lies behind one may be unread.
+
+        Raises:
+            CheckpointError: as `read_into`.
+        """
+        flat = destination.detach().reshape(-1)
+        for part in flat.split(_CHECKED_BYTES // flat.itemsize):
+            self.read_into(file, offset, part)
+            if not is_finite(part):
+                return False
+            offset += part.nbytes
+        return True
 
     def release(self, file: Path) -> None:
         """Closes a file that is used up and gives its page cache back."""
@@ -89,3 +126,17 @@ class ShardReader(Closing):
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptors[file]
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    assert tensor.is_contiguous() and tensor.device.type == "cpu"
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _rest(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left to fill once the first `count` bytes are."""
+    for index, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[index + 1 :]]
+        count -= len(view)
+    return []

@@ -13,12 +13,11 @@ from types import EllipsisType
 
 import torch
 
-from hotset.checkpoint.finite import is_finite
+from hotset.checkpoint.finite import not_finite
 from hotset.checkpoint.index import TensorEntry
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, dequantise_entry
 from hotset.checkpoint.reader import ShardReader
-from hotset.core.errors import CheckpointError
 
 
 class LazyTensor:
@@ -85,22 +84,9 @@ def read_tensor(reader: ShardReader, entry: TensorEntry) -> torch.Tensor:
         CheckpointError: unreadable, or holding NaN or Inf; names tensor and file.
     """
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    reader.read_into(entry.file, entry.offset, tensor)
-    require_finite(tensor, entry)
+    if not reader.read_finite(entry.file, entry.offset, tensor):
+        raise not_finite(entry)
     return tensor
-
-
-def require_finite(tensor: torch.Tensor, entry: TensorEntry) -> None:
-    """Requires that what was read of a checkpoint tensor holds no NaN or Inf.
-
-    Raises:
-        CheckpointError: names tensor and file.
-    """
-    if not is_finite(tensor):
-        raise CheckpointError(
-            f"tensor `{entry.name}` in `{entry.file}` holds NaN or Inf",
-            hint="the file is damaged or was written wrongly; download it again",
-        )
 
 
 def resident_state_dict(

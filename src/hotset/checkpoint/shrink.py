@@ -19,12 +19,12 @@ import torch
 
 from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.files import read_json
+from hotset.checkpoint.finite import not_finite
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry
 from hotset.checkpoint.jobs import sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry
 from hotset.checkpoint.reader import ShardReader
-from hotset.checkpoint.resident import require_finite
 from hotset.checkpoint.rtn import Target, quantise
 from hotset.checkpoint.writer import Output, Piece, write_shards
 from hotset.core.errors import CapacityError, CheckpointError, ConfigError
@@ -87,7 +87,7 @@ def shrink(
                 progress(done, total)
 
         write_shards(output, pieces, progress=report)
-    _copy_texts(folder, output, _config(keys, target))
+    _copy_texts(folder, output, quantization_config(target, ignored=_linear_names(keys)))
     before = keys.expert_bytes + sum(piece.nbytes for piece in pieces if len(piece.outputs) == 1)
     return Shrunk(before, total, sum(len(piece.outputs) > 1 for piece in pieces))
 
@@ -201,8 +201,8 @@ def _read(reader: ShardReader, piece: ExpertPiece, *, expert: int) -> torch.Tens
     """One expert's part of a tensor; of one that holds all experts a slice [1, ...]."""
     (source,) = sources_of(piece, expert)
     tensor = torch.empty(source.shape, dtype=source.dtype)
-    reader.read_into(source.entry.file, source.offset, tensor)
-    require_finite(tensor, piece.entry)
+    if not reader.read_finite(source.entry.file, source.offset, tensor):
+        raise not_finite(piece.entry)
     return tensor[None] if piece.expert is None else tensor
 
 
@@ -243,13 +243,12 @@ def _make_room(output: Path, num_bytes: int) -> None:
         )
 
 
-def _config(keys: KeyMap, target: Target) -> dict[str, Any]:
-    """`quantization_config` as compressed-tensors reads it."""
-    ignored = sorted(
-        tensor.entry.name.removesuffix(".weight")
-        for tensor in keys.core
-        if tensor.entry.name.endswith(".weight") and len(tensor.entry.shape) == 2
-    )
+def quantization_config(target: Target, *, ignored: list[str]) -> dict[str, Any]:
+    """`quantization_config` as compressed-tensors reads it.
+
+    Args:
+        ignored: linear modules that are not quantised.
+    """
     group = {
         "format": target.format,
         "targets": ["Linear"],
@@ -265,6 +264,15 @@ def _config(keys: KeyMap, target: Target) -> dict[str, Any]:
         "ignore": ignored,
         "kv_cache_scheme": None,
     }
+
+
+def _linear_names(keys: KeyMap) -> list[str]:
+    """Modules that stay as they are, of those that could be quantised."""
+    return sorted(
+        tensor.entry.name.removesuffix(".weight")
+        for tensor in keys.core
+        if tensor.entry.name.endswith(".weight") and len(tensor.entry.shape) == 2
+    )
 
 
 def _copy_texts(folder: Path, output: Path, config: dict[str, Any]) -> None:

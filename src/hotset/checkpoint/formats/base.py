@@ -116,10 +116,11 @@ class MatrixFormat(ABC):
         return False
 
     @property
-    def stored(self) -> str | None:
-        """Suffix of the tensor whose bytes are the record's rows of codes as they stand in the
-        file; `None` where `codes` must rearrange them."""
-        return None
+    def as_stored(self) -> Mapping[str, str]:
+        """Tensors whose bytes are a record's as they stand in the file: suffix -> what follows the
+        matrix's name in the field's, nothing for codes. The others are made by `codes` and
+        `companions`."""
+        return {}
 
     @abstractmethod
     def codes(self, tensors: Tensors) -> torch.Tensor:

@@ -10,7 +10,7 @@ does (one for the matrix), and MXFP8 (32 values of a row, E8M0).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -104,9 +104,10 @@ class Fp8(MatrixFormat):
         return self.scale_name
 
     @property
-    def stored(self) -> str | None:
+    def as_stored(self) -> Mapping[str, str]:
         # The record pads a row to whole words.
-        return "weight" if self.shape[1] % 4 == 0 else None
+        codes = {"weight": ""} if self.shape[1] % 4 == 0 else {}
+        return codes | {self.scale: "_scale"}
 
     def codes(self, tensors: Tensors) -> torch.Tensor:
         codes = tensors["weight"].view(torch.uint8)

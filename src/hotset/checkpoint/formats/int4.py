@@ -99,8 +99,9 @@ class Int4(MatrixFormat):
         return "weight_scale"
 
     @property
-    def stored(self) -> str | None:
-        return None if self.ordered else "weight_packed"
+    def as_stored(self) -> Mapping[str, str]:
+        codes = {} if self.ordered else {"weight_packed": ""}
+        return codes | {self.scale: "_scale"}
 
     def codes(self, tensors: Tensors) -> torch.Tensor:
         packed = tensors["weight_packed"]

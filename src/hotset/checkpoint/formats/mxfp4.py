@@ -11,6 +11,7 @@ transpose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -78,8 +79,10 @@ class Mxfp4(MatrixFormat):
         return self.names[1]
 
     @property
-    def stored(self) -> str | None:
-        return self.names[0] if self.shape[1] % 8 == 0 else None
+    def as_stored(self) -> Mapping[str, str]:
+        # Of all experts in one tensor, the shape has the columns of a matrix before its rows.
+        codes = {self.names[0]: ""} if self.shape[1] % 8 == 0 else {}
+        return codes | {self.scale: "_scale"}
 
     def companions(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {"_scale": one_byte(tensors[self.scale])}

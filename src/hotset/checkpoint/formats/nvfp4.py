@@ -9,6 +9,7 @@ of an expert have matrix scales of their own and need not agree.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -77,8 +78,9 @@ class Nvfp4(MatrixFormat):
         return "weight_scale"
 
     @property
-    def stored(self) -> str | None:
-        return self.codes_name if self.shape[1] % 8 == 0 else None
+    def as_stored(self) -> Mapping[str, str]:
+        codes = {self.codes_name: ""} if self.shape[1] % 8 == 0 else {}
+        return codes | {self.scale: "_scale"}
 
     def companions(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {

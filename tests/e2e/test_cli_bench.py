@@ -45,6 +45,12 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (("generate", "--max-tokens", "1"), "`--max-tokens` is 1, the least is 2"),
         (("generate", "--context", str(10**23)), "`--context` is 100000000000000000000000, the"),
         (("generate", "--rows", "."), "`--rows .` cannot be written"),
+        (
+            ("load", "--format", "gptq"),
+            "`--format gptq` is not one of plain, int4, fp8, nvfp4, mxfp4",
+        ),
+        (("load", "--folder", "none"), "`--folder none` is no folder that can be written to"),
+        (("load", "--threads", "0"), "`--threads` is 0, the least is 1"),
         (("decode", "x.npz", "--policies", "mru"), "`--policies` has `mru`, it knows half-life"),
         (("decode", "x.npz", "--policies", "forecast"), "`--policies` has `forecast`, it knows"),
         (("decode", "x.npz", "--policies", "lru:4"), "policy `lru` has no `half_life`"),
@@ -242,3 +248,19 @@ def test_decode_wants_room_for_all(run, trace: Path) -> None:
 def test_decode_wants_a_text_for_each_row(run, trace: Path) -> None:
     done = run("bench", "decode", trace, "--vram", "1GiB", "--batch", "4", *DECODE, *TINY)
     assert done.code == 2 and "for 4 rows" in done.err
+
+
+@pytest.mark.parametrize("format_", ["plain", "fp8"])
+def test_loading_beside_plain_reads(run, tmp_path: Path, format_: str) -> None:
+    done = run(
+        *("bench", "load", "--layers", "2", "--repeats", "1", "--threads", "2", "--json"),
+        *("--format", format_, "--folder", tmp_path, *TINY),
+    )
+    rows = json.loads(done.out)["rows"]
+    figures = ["plain reads", "load", "most memory beside the arena"]
+    assert [row["figure"] for row in rows] == 2 * figures
+    assert all(row["p50"] > 0 for row in rows if row["unit"] == "GB/s")
+    assert rows[1]["ratio_to_baseline"] == pytest.approx(rows[1]["p50"] / rows[0]["p50"])
+    # Pieces of a few KiB: far below what loading may take beside the arena.
+    assert rows[2]["p50"] < 64 * 2**20
+    assert not list(tmp_path.iterdir())

@@ -88,6 +88,10 @@ FLAGS = {
         *("--most-context", "--offload-layers", "--plot", "--policies", "--rows", "--shape"),
         *("--slots", "--steps", "--vram"),
     ],
+    "hotset bench load": [
+        *("--device", "--folder", "--format", "--json", "--layers", "--repeats", "--rows"),
+        *("--shape", "--threads"),
+    ],
     "hotset bench prefill": [
         *("--device", "--format", "--json", "--kernels", "--layers", "--offload-layers", "--plot"),
         *("--prefill-chunk", "--repeats", "--rows", "--shape", "--slots", "--staging"),

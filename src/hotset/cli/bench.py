@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hotset.cli.bench_decode import decode
+from hotset.cli.bench_load import load
 from hotset.cli.bench_options import (
     Format,
     Layers,
@@ -217,6 +218,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
 
 
 app.command()(decode)
+app.command()(load)
 app.command()(serve)
 
 

@@ -11,6 +11,7 @@ import pytest
 import hotset
 from hotset.core.request import FinishReason, SamplingParams
 from hotset.runtime.requests import Event, Request
+from hotset.server.thought_budget import ThoughtBudget
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -61,6 +62,19 @@ def test_a_schema_holds_beside_an_answer_that_is_free(model: Any) -> None:
     (alone,) = answers(model, request(model))
     assert ids(free) == ids(alone), "a neighbour's mask is not its own"
     assert ids(free) != ids(bound), "control"
+
+
+def test_reasoning_ends_at_its_budget_and_the_answer_goes_on(model: Any) -> None:
+    (free,) = answers(model, request(model, max_tokens=24))
+    mark = ThoughtBudget(10, begin=[], end=[9, 8], inner=None)
+    cut, beside = answers(
+        model,
+        request(model, max_tokens=24, matcher=mark),
+        request(model, max_tokens=24, matcher=ThoughtBudget(10, begin=[9], end=[8], inner=None)),
+    )
+    assert ids(free)[10:12] != [9, 8], "control"
+    assert ids(cut)[:12] == [*ids(free)[:10], 9, 8] and len(ids(cut)) == 24
+    assert ids(beside) == ids(free), "an answer that does not reason has nothing to end"
 
 
 def test_logprobs_bias_and_penalties_reach_the_answer(model: Any) -> None:

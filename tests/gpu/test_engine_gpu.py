@@ -12,6 +12,7 @@ import hotset
 import hotset.api
 from hotset.core.errors import CapacityError
 from hotset.runtime.requests import Request
+from hotset.server.thought_budget import ThoughtBudget
 from scheduling import Answers
 
 pytestmark = [
@@ -100,6 +101,18 @@ def test_sampling_is_the_same_for_a_seed(tokens: list[int]) -> None:
             for _ in range(2)
         ]
     assert runs[0] == runs[1] != tokens[:24]
+
+
+def test_reasoning_ends_at_its_budget(tokens: list[int]) -> None:
+    """Steps are queued ahead until the last tokens of the budget, and behind the mark again."""
+    with hotset.load("pocket", **SMALL, vram="4GiB") as model:
+        for most in (1, 2, 3, 20):
+            mark = ThoughtBudget(most, begin=[], end=[9, 8], inner=None)
+            prompt = model.text.encode(PROMPT)
+            with model.engine.scheduling(max_waiting=1) as scheduler:
+                number = scheduler.submit(Request(prompt_ids=prompt, max_tokens=40, matcher=mark))
+                found = Answers().run(scheduler).tokens[number]
+            assert found[: most + 2] == [*tokens[:most], 9, 8] and len(found) == 40
 
 
 def together(**options: Any) -> list[list[int]]:

@@ -8,6 +8,10 @@ import openai
 import pytest
 from clients import NAME, Scripted
 
+from hotset.core.request import TokenLogprobs
+from hotset.server.ask import TokenInfo
+from hotset.server.tokens import plain_logprobs
+
 
 def test_a_whole_response(server: Scripted) -> None:
     done = server.openai().responses.create(model=NAME, input="Hi", instructions="Be brief")
@@ -139,3 +143,13 @@ def test_logprobs_of_a_completion(server: Scripted, stream: bool) -> None:
     assert [token for part in known for token in part.tokens] == list("Hello")
     assert [start for part in known for start in part.text_offset] == [0, 1, 2, 3, 4]
     assert [list(top.values()) for part in known for top in part.top_logprobs] == [[-1.0]] * 5
+
+
+def test_parts_of_a_character_keep_names_of_their_own() -> None:
+    """Named by their text alone they would be one, and of two the less likely one."""
+    spelling = {1: b"\xc3", 2: b"\xa9", 3: b"e", 4: b"e"}.__getitem__
+    logprobs = TokenLogprobs(logprob=-0.5, top=((1, -0.5), (2, -1.0), (3, -1.5), (4, -2.0)))
+    columns, end = plain_logprobs([TokenInfo(1, logprobs)], spelling, start=7)
+    assert columns["tokens"] == ["bytes:\\xc3"]
+    assert columns["top_logprobs"] == [{"bytes:\\xc3": -0.5, "bytes:\\xa9": -1.0, "e": -1.5}]
+    assert (columns["text_offset"], end) == ([7], 8)

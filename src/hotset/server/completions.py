@@ -120,8 +120,8 @@ class CompletionAnswer:
         logprobs = None
         if self._body.logprobs is not None and tokens:
             start = self._spelled.get(index, 0)
-            logprobs = plain_logprobs(tokens, self._spelling, start=start)
-            self._spelled[index] = start + sum(len(word) for word in logprobs["tokens"])
+            logprobs, end = plain_logprobs(tokens, self._spelling, start=start)
+            self._spelled[index] = end
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     async def events(self, answers: Answers) -> AsyncIterator[str]:

@@ -35,25 +35,36 @@ def _entry(token_id: int, value: float, spelling: Spelling) -> dict[str, Any]:
 
 def plain_logprobs(
     tokens: Sequence[TokenInfo], spelling: Spelling, *, start: int
-) -> dict[str, Any]:
-    """Of a completion: columns.
+) -> tuple[dict[str, Any], int]:
+    """Of a completion: columns, and the characters of the answer up to the last of these tokens.
 
     Args:
-        start: characters of the answer before the first of these tokens.
+        start: characters of the answer before the first of them.
     """
-    words = [spelling(token.token_id).decode("utf-8", "replace") for token in tokens]
     offsets = [start]
-    for word in words:
-        offsets.append(offsets[-1] + len(word))
-    return {
-        "tokens": words,
+    for token in tokens:
+        offsets.append(offsets[-1] + len(spelling(token.token_id).decode("utf-8", "replace")))
+    columns = {
+        "tokens": [_word(token.token_id, spelling) for token in tokens],
         "token_logprobs": [logprob(token.logprobs.logprob) for token in tokens],
-        "top_logprobs": [
-            {
-                spelling(i).decode("utf-8", "replace"): logprob(value)
-                for i, value in token.logprobs.top
-            }
-            for token in tokens
-        ],
+        "top_logprobs": [_top(token, spelling) for token in tokens],
         "text_offset": offsets[:-1],
     }
+    return columns, offsets[-1]
+
+
+def _top(token: TokenInfo, spelling: Spelling) -> dict[str, float]:
+    """The likeliest by their words; of several with one word the first, which is the likeliest."""
+    found: dict[str, float] = {}
+    for token_id, value in token.logprobs.top:
+        found.setdefault(_word(token_id, spelling), logprob(value))
+    return found
+
+
+def _word(token_id: int, spelling: Spelling) -> str:
+    """A token's text; where it is part of a character its bytes, as OpenAI's API writes them."""
+    data = spelling(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

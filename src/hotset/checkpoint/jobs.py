@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -75,9 +76,14 @@ class Job:
         """All that is read for it, but for an order of rows."""
         return tuple(s for piece in self.pieces for s in sources_of(piece, self.expert))
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(source.nbytes for source in self.sources)
+
+    @cached_property
+    def files(self) -> frozenset[Path]:
+        """Of its sources."""
+        return frozenset(source.entry.file for source in self.sources)
 
 
 def plan_jobs(key_map: KeyMap) -> list[Job]:

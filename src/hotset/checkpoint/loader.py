@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event, Lock
 
 import torch
@@ -123,7 +122,7 @@ class _Crew:
         self._jobs = iter(enumerate(jobs))
         self._reader = reader
         self._destination = destination
-        self._left = Counter(source.entry.file for job in jobs for source in job.sources)
+        self._left = Counter(file for job in jobs for file in job.files)
         self._done_bytes = 0
         self._failures: dict[int, Exception] = {}
         self._stop = Event()
@@ -222,10 +221,9 @@ class _Crew:
     def _finish(self, job: Job) -> None:
         with self._lock:
             self._done_bytes += job.nbytes
-            self._left.subtract(source.entry.file for source in job.sources)
-            used_up: Iterable[Path] = {
-                source.entry.file for source in job.sources if not self._left[source.entry.file]
-            }
+            for file in job.files:
+                self._left[file] -= 1
+            used_up = [file for file in job.files if not self._left[file]]
         for file in used_up:
             self._reader.release(file)
 

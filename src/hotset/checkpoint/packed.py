@@ -38,6 +38,9 @@ _MOST_SINGLE = 2.0**14
 # An E8M0 scale that was converted by value instead of by bits is 2^-127.
 _LEAST_TYPICAL = 2.0**-100
 
+# Powers of two, which have no sign.
+_UNSIGNED = (torch.uint8, torch.float8_e8m0fnu)
+
 # Scales of a matrix that are looked at; the whole of it would take as long as reading it.
 _NUM_SAMPLED = 512
 
@@ -210,11 +213,7 @@ def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
         is_e8m0 = suffix == name and tensor.dtype == torch.uint8
         if not is_finite(tensor.view(torch.float8_e8m0fnu) if is_e8m0 else tensor):
             raise not_finite(entry.parts[suffix])
-    # An odd step, so that a sample does not keep to the same columns.
-    step = max(1, tensors[name].numel() // _NUM_SAMPLED) | 1
-    sample = tensors | {name: tensors[name].reshape(-1)[::step]}
-    largest = np.sort(entry.format.largest(sample).numpy())
-    typical, most = float(largest[(len(largest) - 1) // 2]), float(largest[-1])
+    typical, most = entry.format.largest({**tensors, name: _sampled(tensors[name])}).tolist()
     part, limit = entry.parts[name], entry.format.most_typical
     if not (typical <= limit and most <= _MOST_SINGLE):
         raise CheckpointError(
@@ -228,3 +227,16 @@ def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
             "no number that training leaves",
             hint="its scales look converted by value instead of by bits; download it again",
         )
+
+
+def _sampled(scales: torch.Tensor) -> torch.Tensor:
+    """The median and the largest of some scales by magnitude, [2]: the same as of their bits."""
+    # An odd step, so that a sample does not keep to the same columns.
+    step = max(1, scales.numel() // _NUM_SAMPLED) | 1
+    unsigned = (torch.uint8, torch.uint16, torch.uint32)[scales.itemsize.bit_length() - 1]
+    bits = scales.detach().view(unsigned).numpy().reshape(-1)[::step]
+    if scales.dtype not in _UNSIGNED:
+        bits = bits & np.array((1 << (8 * scales.itemsize - 1)) - 1, dtype=bits.dtype)
+    middle = (len(bits) - 1) // 2
+    median = np.partition(bits, middle)[middle]
+    return torch.from_numpy(np.array([median, bits.max()])).view(scales.dtype)

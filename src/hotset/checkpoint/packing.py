@@ -72,7 +72,8 @@ def _open(piece: ExpertPiece, job: Job, fields: Fields, *, is_moved: bool) -> _P
         if ending is not None:
             field = half(fields[name + ending], job, piece)
             if field.is_contiguous():
-                tensors[suffix] = field.view(-1).view(torch.uint8).view(dtype).view(shape)
+                field = field if field.dtype == dtype else field.view(dtype)
+                tensors[suffix] = field if field.shape == shape else field.view(shape)
                 in_place.add(suffix)
                 continue
         tensors[suffix] = torch.empty(shape, dtype=dtype)
@@ -103,8 +104,8 @@ def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:
     if piece.expert is None:
         both = piece.param.interleaved
         return field.unflatten(0, (2, -1)).transpose(0, 1) if both else field
-    parts: torch.Tensor = field.unflatten(0, (len(job.pieces), -1))
-    return parts[piece.part]
+    num_rows = len(field) // len(job.pieces)
+    return field[piece.part * num_rows : (piece.part + 1) * num_rows]
 
 
 def _companions(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> Fields:

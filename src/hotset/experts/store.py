@@ -15,6 +15,7 @@ import torch
 from hotset.core.closing import Closing
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches, Placement
+from hotset.core.record import RecordLayout
 from hotset.core.slot_pools import SlotPools
 from hotset.experts.arena import HostArena
 from hotset.experts.ring import Fill, Ring, Staged
@@ -80,6 +81,7 @@ class ExpertStore(Closing):
             num_buffers=num_buffers,
         )
         self.steps_in_flight, self.is_torn = 0, False
+        self._fields = [_places(layer.expert.layout) for layer in self.layers]
 
     def _home(self, layer: int, expert: int) -> int:
         """Where the device finds a record without a slot; 0 where that cannot be, so that the
@@ -97,10 +99,8 @@ class ExpertStore(Closing):
         """Typed, shaped, writable views of `record`, by field name."""
         record = self.record(layer, expert)
         return {
-            field.name: record[field.offset : field.offset + field.nbytes]
-            .view(getattr(torch, field.dtype))
-            .view(field.shape)
-            for field in self.layers[layer].expert.layout.fields
+            name: record[begin:end].view(dtype).view(shape)
+            for name, begin, end, dtype, shape in self._fields[layer]
         }
 
     def place(self, placement: Placement) -> None:
@@ -236,6 +236,22 @@ class ExpertStore(Closing):
     def close(self) -> None:
         """Gives the page-locked memory back. Safe to call twice."""
         self.arena.close()
+
+
+def _places(
+    layout: RecordLayout,
+) -> list[tuple[str, int, int, torch.dtype, tuple[int, ...]]]:
+    """(name, first byte, end, dtype, shape) of each field of a record."""
+    return [
+        (
+            field.name,
+            field.offset,
+            field.offset + field.nbytes,
+            getattr(torch, field.dtype),
+            field.shape,
+        )
+        for field in layout.fields
+    ]
 
 
 def _owned(placement: Placement) -> dict[tuple[int, int], int]:

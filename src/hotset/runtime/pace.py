@@ -28,3 +28,8 @@ class Pace:
         self._last.record()
         if before is not None:
             before.synchronize()
+
+    def catch_up(self) -> None:
+        """Returns when all is done that was queued before the latest `wait`."""
+        if self._last is not None:
+            self._last.synchronize()

@@ -20,15 +20,18 @@ class PromptShare:
         self._owed = 0.0
         self._step = 0.0
 
+    def prompt_begins(self) -> None:
+        """Time that no prompt wanted is not saved up."""
+        self._owed = max(0.0, self._owed)
+
     def prompt_ran(self, seconds: float) -> None:
         """A prompt has run beside answers."""
         self._owed += seconds * self._owed_per_second
 
     def step_ran(self, seconds: float) -> None:
-        """A decode step has. What is owed never becomes negative: time that no prompt wanted is
-        not saved up."""
+        """A decode step has."""
         self._step = seconds
-        self._owed = max(0.0, self._owed - seconds)
+        self._owed -= seconds
 
     def forgive(self) -> None:
         """Nobody is being answered."""
@@ -36,5 +39,6 @@ class PromptShare:
 
     @property
     def step_is_due(self) -> bool:
-        """Whether as much is owed as a step takes; the latest one tells how long that is."""
-        return self._owed > 0.0 and self._owed >= self._step
+        """Whether more is owed without another step than would be given too much with it; the
+        latest one tells how long a step is."""
+        return self._owed > 0.0 and self._owed >= self._step / 2

@@ -178,6 +178,7 @@ class Scheduler(Closing):
             self._check_device()
             num_shared, self._since = sequence.length, self._clock()
             self._decoded_at = None
+            self._share.prompt_begins()
             new_ids = answer.ids[num_shared:]
             with parts.room(len(new_ids)):
                 logits_V = parts.take_in(sequence, new_ids, self._between_layers(parts, answer))
@@ -218,6 +219,10 @@ class Scheduler(Closing):
                 return
             pace.wait()
             self._count_prompt_time()
+            if self._share.step_is_due:
+                # What is still queued of the prompt is its time, and not the steps'.
+                pace.catch_up()
+                self._count_prompt_time()
             with self._telling_early():
                 self._end_cancelled(parts)
                 while self._running and self._share.step_is_due:

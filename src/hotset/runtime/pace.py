@@ -29,7 +29,10 @@ class Pace:
         if before is not None:
             before.synchronize()
 
-    def catch_up(self) -> None:
-        """Returns when all is done that was queued before the latest `wait`."""
-        if self._last is not None:
-            self._last.synchronize()
+    def catch_up(self) -> bool:
+        """Returns when all is done that was queued before the latest `wait`; whether there was
+        anything."""
+        if self._last is None:
+            return False
+        self._last.synchronize()
+        return True

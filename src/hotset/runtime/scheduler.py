@@ -219,9 +219,8 @@ class Scheduler(Closing):
                 return
             pace.wait()
             self._count_prompt_time()
-            if self._share.step_is_due:
-                # What is still queued of the prompt is its time, and not the steps'.
-                pace.catch_up()
+            # What is still queued of the prompt is its time, and not the steps'.
+            if self._share.step_is_due and pace.catch_up():
                 self._count_prompt_time()
             with self._telling_early():
                 self._end_cancelled(parts)

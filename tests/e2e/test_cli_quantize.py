@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from families import Family, make_family, text
 from hotset.checkpoint.index import CheckpointIndex
@@ -78,7 +79,8 @@ def unpacked(tensors: dict[str, torch.Tensor], target: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "target"), [("qwen3_moe", "int4"), ("gemma4", "nvfp4"), ("mixtral", "mxfp4")]
+    ("model_type", "target"),
+    [("qwen3_moe", "int4"), ("gemma4", "nvfp4"), ("mixtral", "mxfp4"), ("gpt_oss", "mxfp4")],
 )
 def test_a_quantised_checkpoint_loads_and_is_right(
     model_type: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -98,9 +100,45 @@ def test_a_quantised_checkpoint_loads_and_is_right(
     before = load_file(plain.folder / "model.safetensors")
     kept = {n: t for n, t in load_file(next(output.glob("*.safetensors"))).items() if n in before}
     assert all(torch.equal(tensor, before[name]) for name, tensor in kept.items())
-    assert sum(isinstance(entry, PackedEntry) for entry in index.values()) == 3 * sum(
-        layer.num_experts for layer in packed.source.geometry.layers
+    layers = packed.source.geometry.layers
+    # gpt-oss keeps the two tensors of all experts of a layer.
+    num_packed = (
+        2 * len(layers)
+        if model_type == "gpt_oss"
+        else 3 * sum(layer.num_experts for layer in layers)
     )
+    assert sum(isinstance(entry, PackedEntry) for entry in index.values()) == num_packed
+
+
+def test_gpt_oss_is_written_as_the_library_reads_it(tmp_path: Path, capsys: Any) -> None:
+    """Names, order of nibbles and of rows, against transformers' own dequantisation."""
+    plain = make_family("gpt_oss", tmp_path / "plain", config=config_of("gpt_oss"))
+    output = tmp_path / "quantised"
+    assert run(capsys, "quantize", plain.folder, "--format", "mxfp4", "-o", output)[0] == 0
+    before = load_file(plain.folder / "model.safetensors")
+    after = load_file(next(output.glob("*.safetensors")))
+    for name in ("gate_up_proj", "down_proj"):
+        head = f"model.layers.1.mlp.experts.{name}"
+        # [E, K, N], as the parameter is.
+        back = convert_moe_packed_tensors(
+            after[f"{head}_blocks"], after[f"{head}_scales"], dtype=torch.float32
+        )
+        want = before[head].float()
+        largest = want.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
+        error = (back - want).unflatten(1, (-1, 32)).abs() / largest
+        assert error.max() <= ERRORS["mxfp4"]
+        # The control: rows of gate and up the other way round.
+        swapped = (back.roll(1, dims=2) - want).unflatten(1, (-1, 32)).abs() / largest
+        assert swapped.max() > 1
+        assert torch.equal(after[f"{head}_bias"], before[f"{head}_bias"])
+    assert declared_quantisation(output).method == "mxfp4"
+
+
+def test_gpt_oss_has_no_other_layout(tmp_path: Path, capsys: Any) -> None:
+    plain = make_family("gpt_oss", tmp_path / "plain", config=config_of("gpt_oss"))
+    code, _, err = run(capsys, "quantize", plain.folder, "--format", "int4", "-o", tmp_path / "new")
+    assert code == 2 and "`--format int4`: experts with interleaved rows or biases" in err
+    assert "use `--format mxfp4`" in err and not (tmp_path / "new").exists()
 
 
 def test_the_result_is_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,8 @@
 
 Streaming: one expert's matrix is in memory at a time. Experts get names of their own
 (`...experts.3.gate_proj.weight_packed`) whatever the source does, as compressed-tensors writes
-them. How a matrix is quantised is `rtn`; how files are written is `writer`.
+them; those of gpt-oss, whose rows alternate and have biases, keep their tensors of all experts, as
+OpenAI publishes them in MXFP4. How a matrix is quantised is `rtn`; how files are written `writer`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from hotset.checkpoint.index import CheckpointIndex, TensorEntry
 from hotset.checkpoint.jobs import sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry
+from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.reader import ShardReader
 from hotset.checkpoint.rtn import Target, quantise
 from hotset.checkpoint.writer import Output, Piece, write_shards
@@ -33,6 +36,16 @@ from hotset.core.units import MIB, format_bytes
 # Small files that go along; weights in other formats do not.
 _TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _COPY_BYTES = 16 * MIB
+# `quantization_config` of gpt-oss, as published.
+MXFP4_CONFIG: dict[str, Any] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,9 @@ def shrink(
         CapacityError: the disk has no room.
     """
     with ShardReader(keep_file_cache=True) as reader:
-        pieces = [*_expert_pieces(keys, target, reader), *_other_pieces(folder, keys, reader)]
+        index = CheckpointIndex.read(folder)
+        experts = list(_expert_pieces(keys, target, reader))
+        pieces = [*(piece for piece, _ in experts), *_other_pieces(index, keys, reader)]
         total = sum(piece.nbytes for piece in pieces)
         _make_room(output, total)
         done = 0
@@ -87,40 +102,89 @@ def shrink(
                 progress(done, total)
 
         write_shards(output, pieces, progress=report)
-    _copy_texts(folder, output, quantization_config(target, ignored=_linear_names(keys)))
-    before = keys.expert_bytes + sum(piece.nbytes for piece in pieces if len(piece.outputs) == 1)
-    return Shrunk(before, total, sum(len(piece.outputs) > 1 for piece in pieces))
+    config = quantization_config(target, ignored=_linear_names(keys))
+    _copy_texts(folder, output, MXFP4_CONFIG if has_fused_layout(keys) else config)
+    return Shrunk(index.total_bytes, total, sum(count for _, count in experts))
 
 
-def _expert_pieces(keys: KeyMap, target: Target, reader: ShardReader) -> Iterator[Piece]:
+def has_fused_layout(keys: KeyMap) -> bool:
+    """Whether experts are gpt-oss's: gate and up alternate, or a bias is added."""
+    return any(param.interleaved or _is_bias(param) for param in keys.params)
+
+
+def _is_bias(param: ExpertParam) -> bool:
+    return param.field.endswith("_bias")
+
+
+def _expert_pieces(
+    keys: KeyMap, target: Target, reader: ShardReader
+) -> Iterator[tuple[Piece, int]]:
+    """What is written of experts, each with the number of matrices in it. Biases are left out: they
+    stay as they are."""
     grouped: dict[str, list[ExpertPiece]] = defaultdict(list)
     for piece in keys.pieces:
-        grouped[piece.param.full_name].append(piece)
+        if not _is_bias(piece.param):
+            grouped[piece.param.full_name].append(piece)
+    fused = has_fused_layout(keys)
     for unordered in grouped.values():
         pieces = sorted(unordered, key=lambda piece: piece.part)
         _require_plain(pieces)
-        if pieces[0].expert is not None:
+        num_experts = pieces[0].param.shape[0]
+        if fused:
+            yield _fused(pieces, target, reader), num_experts
+        elif pieces[0].expert is not None:
             for piece in pieces:
-                yield _as_published(piece, target, reader)
+                yield _as_published(piece, target, reader), 1
         else:
-            for expert in range(pieces[0].param.shape[0]):
-                yield from _taken_apart(pieces, expert, target, reader)
+            for expert in range(num_experts):
+                for made in _taken_apart(pieces, expert, target, reader):
+                    yield made, 1
 
 
 def _require_plain(pieces: list[ExpertPiece]) -> None:
-    first = pieces[0]
-    entry, param = first.entry, first.param
-    if any(isinstance(piece.entry, PackedEntry) for piece in pieces):
+    packed = next((p.entry for p in pieces if isinstance(p.entry, PackedEntry)), None)
+    if packed is not None:
         raise CheckpointError(
-            f"`{entry.name}` in `{entry.file}` is quantised already",
+            f"`{packed.name}` in `{packed.file}` is quantised already",
             hint="quantise the BF16 checkpoint that it was made from",
         )
-    if param.interleaved or param.field.endswith("_bias"):
+
+
+def _fused(pieces: list[ExpertPiece], target: Target, reader: ShardReader) -> Piece:
+    """All experts of a layer as gpt-oss has them: `_blocks` [E, N, K / 32, 16], `_scales`.
+
+    Codes go to the file expert by expert; scales, a seventeenth of it, wait for the last.
+    """
+    (piece,) = pieces if len(pieces) == 1 else (None,)
+    if piece is None or piece.converter is not None or not piece.param.transposed:
         raise CheckpointError(
-            f"`{param.full_name}`: experts with interleaved rows or biases have no layout in "
-            "compressed-tensors",
-            hint="gpt-oss is published in MXFP4: use that",
+            f"`{pieces[0].entry.name}` in `{pieces[0].entry.file}`: experts with interleaved rows "
+            "or biases can be quantised from tensors of all experts only, as gpt-oss has them"
         )
+    entry, (num_experts, columns, rows) = piece.entry, piece.param.shape
+    if target.name != "mxfp4":
+        raise ConfigError(
+            f"`--format {target.name}`: experts with interleaved rows or biases, such as "
+            f"`{entry.name}`, are published in MXFP4 alone",
+            hint="use `--format mxfp4`",
+        )
+    _require_multiple(entry, columns, target, hint="its experts cannot be quantised here")
+    groups = columns // target.multiple
+    blocks, scales = (num_experts, rows, groups, target.multiple // 2), (num_experts, rows, groups)
+
+    def make() -> Iterator[torch.Tensor]:
+        kept = torch.empty(scales, dtype=torch.uint8)
+        for expert in range(num_experts):
+            made = quantise(_read(reader, piece, expert=expert)[0].T, target.name)
+            kept[expert] = made["weight_scale"]
+            yield made["weight_packed"]
+        yield kept
+
+    outputs = (
+        Output(f"{entry.name}_blocks", "uint8", blocks, prod(blocks)),
+        Output(f"{entry.name}_scales", "uint8", scales, prod(scales)),
+    )
+    return Piece(outputs, make)
 
 
 def _as_published(piece: ExpertPiece, target: Target, reader: ShardReader) -> Piece:
@@ -174,12 +238,7 @@ def _quantised(
     read: Callable[[], torch.Tensor],
 ) -> Piece:
     """The tensors of one quantised matrix; their sizes from a matrix of zeros."""
-    if shape[1] % target.multiple:
-        raise CheckpointError(
-            f"`{entry.name}` in `{entry.file}` has rows of {shape[1]} values, {target.name} needs "
-            f"a multiple of {target.multiple}",
-            hint="try `--format fp8`",
-        )
+    _require_multiple(entry, shape[1], target)
     example = quantise(torch.zeros(shape), target.name)
     outputs = tuple(
         Output(
@@ -197,6 +256,17 @@ def _quantised(
     return Piece(outputs, make)
 
 
+def _require_multiple(
+    entry: TensorEntry, columns: int, target: Target, *, hint: str = "try `--format fp8`"
+) -> None:
+    if columns % target.multiple:
+        raise CheckpointError(
+            f"`{entry.name}` in `{entry.file}` has rows of {columns} values, {target.name} needs "
+            f"a multiple of {target.multiple}",
+            hint=hint,
+        )
+
+
 def _read(reader: ShardReader, piece: ExpertPiece, *, expert: int) -> torch.Tensor:
     """One expert's part of a tensor; of one that holds all experts a slice [1, ...]."""
     (source,) = sources_of(piece, expert)
@@ -206,10 +276,11 @@ def _read(reader: ShardReader, piece: ExpertPiece, *, expert: int) -> torch.Tens
     return tensor[None] if piece.expert is None else tensor
 
 
-def _other_pieces(folder: Path, keys: KeyMap, reader: ShardReader) -> Iterator[Piece]:
-    """All tensors that are no experts, byte by byte, those included that hotset does not load."""
-    experts = {piece.entry.name for piece in keys.pieces}
-    for entry in CheckpointIndex.read(folder).values():
+def _other_pieces(index: CheckpointIndex, keys: KeyMap, reader: ShardReader) -> Iterator[Piece]:
+    """All tensors that are no experts' matrices, byte by byte, those included that hotset does not
+    load."""
+    experts = {piece.entry.name for piece in keys.pieces if not _is_bias(piece.param)}
+    for entry in index.values():
         if entry.name not in experts:
             output = Output(entry.name, entry.dtype, entry.shape, entry.nbytes)
             yield Piece((output,), lambda entry=entry: _copied(entry, reader))  # type: ignore[misc]

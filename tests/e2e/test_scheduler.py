@@ -206,7 +206,7 @@ def test_answers_go_on_between_the_layers_of_a_prompt(
     invariant: Engine, monkeypatch: pytest.MonkeyPatch, captured: bool
 ) -> None:
     """On a clock that moves by one at every look, so that what is owed does not depend on this
-    machine. With half of the time each, a step is due at about every layer. Tokens come in order
+    machine. With half of the rate kept, a step is due at about every layer. Tokens come in order
     though some come early, also when a step was queued before the prompt."""
     assert invariant.decoding is not None
     for step in invariant.decoding.steps:

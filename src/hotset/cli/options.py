@@ -64,7 +64,7 @@ PrefixReuse = Annotated[
 PrefillShare = Annotated[
     float,
     typer.Option(
-        help="Share of the time that a long prompt gets while others are answered, above 0 to 1."
+        help="Share of their rate that running answers give up for a long prompt, above 0 to 1."
     ),
 ]
 KernelsOption = Annotated[

@@ -70,8 +70,8 @@ class EngineConfig:
             runs its own steps, and an expert that several rows miss crosses the link for each.
         prefix_reuse: keep keys and values of prompts and answers while there is room, for requests
             that begin alike. Low bits may depend on what was reused, unless `batch_invariant`.
-        prefill_share: share of the time that a prompt gets while others are being answered,
-            above 0 to 1.
+        prefill_share: share of their rate that running answers give up while a long prompt is
+            taken in, above 0 to 1.
         kernels: force `triton` or `reference`; auto: `triton` on CUDA.
         policy: who should own a slot, a name of `core.policy.POLICIES`; auto: `half-life`, or
             `none` where no slot can change hands (there are none, or one for every expert).

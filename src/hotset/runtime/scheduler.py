@@ -256,7 +256,7 @@ class Scheduler(Closing):
         began = self._clock()
         drawn = self._drawn(parts, lambda: parts.rows.step(ahead=ahead))
         now = self._clock()
-        self._share.step_ran(now - began)
+        self._share.step_ran(now - began, beside=not ahead)
         # What the host does between two steps delays the next one, unless that is queued.
         since = began if self._decoded_at is None else self._decoded_at
         self._count(num_steps=1, decode_seconds=now - since)

@@ -63,7 +63,7 @@ def merged(num_heads: int, dim: int, dtype: torch.dtype) -> None:
     """The same queries' attention to their past and to themselves."""
     parts = [torch.empty(300, num_heads, dim, dtype=dtype) for _ in range(2)]
     logs = [torch.empty(num_heads, 300) for _ in range(2)]
-    attention_merge.merge(parts[0], logs[0], parts[1], logs[1])
+    attention_merge.merge(parts[0], logs[0], parts[1], logs[1], dtype=dtype)
 
 
 def main(capability: int) -> None:

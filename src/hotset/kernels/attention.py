@@ -161,7 +161,7 @@ class AttentionKernels:
             window = None
         if self.name == "reference":
             attend = reference.prefill_attention
-        elif is_plain and window is None and attention_torch.takes(q_QTD, v_HPD):
+        elif is_plain and window is None and attention_torch.takes(q_QTD, k_HPD, v_HPD):
             return attention_torch.prefill_attention(q_QTD, k_HPD, v_HPD, scale=scale)
         else:
             from hotset.kernels.attention_prefill import prefill_attention as attend

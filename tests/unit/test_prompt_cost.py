@@ -84,14 +84,14 @@ def test_terms_by_hand() -> None:
 
 def test_the_link_runs_beside_products_and_attention() -> None:
     """Bound by the link it is busy throughout, but for the first attention and the last group;
-    bound by the device that never waits, but for the first group."""
+    bound by the device that never waits, but for the first group. A group takes 50 us to launch."""
     args = {"num_tokens": 4096, "chunk_tokens": 4096, "resident_share": [0.0] * 3}
     slow_link = predict_prompt(model(), replace(RATES, copy_gbps=0.5), staging=RING, **args)
     between = slow_link.total_ms - slow_link.waiting_ms - slow_link.experts_ms
     last = slow_link.experts_ms / 6
-    assert slow_link.total_ms == pytest.approx(slow_link.stream_ms + between / 3 + last)
+    assert slow_link.total_ms == pytest.approx(slow_link.stream_ms + between / 3 + last + 0.05)
     fast_link = predict_prompt(model(), replace(RATES, copy_gbps=5000.0), staging=RING, **args)
-    assert fast_link.waiting_ms == pytest.approx(fast_link.stream_ms / 6)
+    assert fast_link.waiting_ms == pytest.approx(fast_link.stream_ms / 6 + 6 * 0.05)
 
 
 def test_small_buffers_let_the_link_wait_for_attention() -> None:
@@ -111,8 +111,8 @@ def test_layers_with_unused_experts_wait_for_their_routing() -> None:
     rates = replace(RATES, prompt_layer_us=1000.0)
     most = predict_prompt(t1(), rates, used=[15.2] * 3, **args)
     fewer = predict_prompt(t1(), rates, used=[15.1] * 3, **args)
-    # The second and the third layer's copies come behind attention, not beside it.
-    assert fewer.total_ms - most.total_ms == pytest.approx(most.stream_ms * 2 / 3, rel=0.02)
+    # The second and the third layer's first copies come behind attention, not beside it.
+    assert fewer.total_ms - most.total_ms == pytest.approx(most.stream_ms / 3, rel=0.02)
 
 
 def test_nothing_is_below_the_speed_of_light() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -151,6 +152,40 @@ def test_the_reason_of_the_chunk_says_what_it_is_worth() -> None:
     (chunk,) = [choice for choice in plan.choices if choice.name == "prefill chunk"]
     assert plan.prefill_chunk == chunk.effective == 4096
     assert chunk.reason.startswith("fastest for 4096 tokens of prompt and 512 of answer: ")
+
+
+@pytest.mark.parametrize("link", [0.05, 4.0, 1000.0])
+def test_no_rate_changes_a_chunk_that_runs_beside_others(link: float) -> None:
+    """It changes low bits of an answer; the ring changes none, and is as fast as can be."""
+    rates = replace(RATES, link_gbps=link, copy_gbps=link)
+    speed = SpeedModel(attending(), rates, assumed_curve())
+    request = PlanRequest(vram_bytes=16 * GIB)
+    plan = make_plan(attending(), gpu(), request, speed=speed)
+    by_rules = make_plan(attending(), gpu(), request)
+    assert plan.prefill_chunk == by_rules.prefill_chunk
+    assert plan.context_tokens == by_rules.context_tokens
+    assert 0 < plan.staging_records < by_rules.staging_records
+    assert plan.num_slots > by_rules.num_slots
+    (ring,) = [choice for choice in plan.choices if choice.name == "staging records"]
+    assert ring.reason.startswith("fastest for 4096 tokens of prompt and 512 of answer: ")
+
+
+def test_a_ring_that_is_not_wanted_is_not_chosen() -> None:
+    request = PlanRequest(vram_bytes=16 * GIB, staging="in-place")
+    assert make_plan(qwen3_30b(), gpu(), request, speed=model_of()).staging_records == 0
+
+
+def test_what_the_context_costs_is_said() -> None:
+    """Against the shortest that the workload needs; nothing where it is a percent at most."""
+    speed = SpeedModel(attending(), RATES, assumed_curve())
+
+    def reason(**asked: int) -> str:
+        plan = make_plan(attending(), gpu(free=200 * GIB), PlanRequest(**asked), speed=speed)
+        return next(choice.reason for choice in plan.choices if choice.name == "context")
+
+    assert re.search(r"; with 8192 decoding is \d+% faster$", reason(vram_bytes=16 * GIB))
+    assert reason(vram_bytes=100 * GIB) == "the model's longest"
+    assert reason(vram_bytes=16 * GIB, context_tokens=30_000) == "as set"
 
 
 def test_a_chunk_that_was_set_is_kept() -> None:

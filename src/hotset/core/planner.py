@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hotset.core.charges import Charges, Sizes, Workspace
-from hotset.core.fastest import fastest_sizes, predict, reasons
+from hotset.core.fastest import context_price, explained, fastest_sizes, predict
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import HostMemory, Machine
 from hotset.core.plan import Choice, Line, MemoryPlan, Side
@@ -46,8 +46,8 @@ def make_plan(
         request: what was asked; `None` fields are chosen here.
         workspaces: what backends allocate on the device beyond what the planner knows by itself
             (the stock modules and the expert kernels).
-        speed: of this model on this machine. With it the prefill chunk, and the slots beside it,
-            are what is predicted to be fastest; without it they go by the rules of `sizing`.
+        speed: of this model on this machine. With it staging ring, prefill chunk and the slots
+            beside them are what is predicted to be fastest; without it they go by `sizing`.
 
     Returns:
         A plan; `require_fit` raises where it cannot be carried out.
@@ -68,7 +68,10 @@ def make_plan(
     sizes = with_host_copies(charges, budgets, sizes)
     problems = Refusal(charges, machine, request, budgets).problems()
     expected = None if speed is None or problems else predict(charges, speed, sizes)
-    choices = _choices(charges, sizes, budgets, request, machine)
+    choices = tuple(_choices(charges, sizes, budgets, request, machine))
+    if speed is not None and expected is not None:
+        price = context_price(charges, budgets, request, speed, sizes)
+        choices = tuple(explained(choices, expected, sizes=sizes, by_rules=by_rules, price=price))
     return MemoryPlan(
         device=_device_side(charges, sizes, budgets, request, machine),
         host=_host_side(charges, sizes, budgets, request, machine.host),
@@ -81,10 +84,7 @@ def make_plan(
         context_tokens=sizes.context_tokens,
         kv_tokens=charges.kv_tokens(sizes.context_tokens),
         prefill_chunk=sizes.prefill_chunk,
-        choices=tuple(
-            reasons(choice, expected, by_rules=sizes == by_rules) if expected else choice
-            for choice in choices
-        ),
+        choices=choices,
         warnings=() if problems else tuple(_warnings(charges, sizes, machine)),
         problems=problems,
         speed=expected,

@@ -22,7 +22,7 @@ import numpy as np
 from hotset.core.costmodel import Rates, distinct_experts
 from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.record import DTYPE_BYTES
-from hotset.core.staging import COPY_US, NUM_BUFFERS, PREFETCH_SHARE, block_tokens
+from hotset.core.staging import COPY_US, GROUP_US, NUM_BUFFERS, PREFETCH_SHARE, block_tokens
 
 # A kernel's block of tokens of one expert; the last one of each expert is half full on average.
 EXPERT_ROWS = 128
@@ -67,7 +67,7 @@ class PromptCost:
 
     @property
     def waiting_ms(self) -> float:
-        """What the device waits for the link."""
+        """What the device waits for the link, or for the launches of a group."""
         return max(0.0, self.total_ms - self.experts_ms - self.attention_ms - self.rest_ms)
 
     @property
@@ -264,7 +264,7 @@ def _streamed_ms(layers: Sequence[_Layer], between_ms: float) -> float:
 
     A group sets off when the link is free and its buffer has been computed on; the first ones of a
     layer that was not foretold, when its tokens have been routed. Its products begin when it is
-    there and those before it are done.
+    there and those before it are done, and take a moment to be launched.
     """
     link = device = 0.0
     computed = deque([0.0] * NUM_BUFFERS)  # when each buffer is free again
@@ -274,7 +274,7 @@ def _streamed_ms(layers: Sequence[_Layer], between_ms: float) -> float:
         known = 0.0 if foretold else device
         for _ in range(layer.num_groups):
             link = max(link, computed.popleft(), known) + layer.copy_ms / layer.num_groups
-            device = max(device, link) + layer.compute_ms / layer.num_groups
+            device = max(device, link) + layer.compute_ms / layer.num_groups + GROUP_US / 1e3
             computed.append(device)
         if not layer.num_groups:
             device += layer.compute_ms

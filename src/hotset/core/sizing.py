@@ -1,7 +1,7 @@
 """Turns "auto" into numbers: slots, staging ring, context and prefill chunk for a budget.
 
 Knows the rules that share memory out, as plain arithmetic; what things cost is in `charges`, what
-is refused and how it is said in `refusal`. A rule that predicts speed would replace `_Shares`.
+is refused and how it is said in `refusal`, what speed chooses instead in `fastest`.
 
 Every rule is a function of the number of slots: the more slots, the more context, chunk and ring
 go with them. The largest number of slots whose whole set fits is taken, so that more memory never
@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from hotset.core.charges import CUDA_CONTEXT_BYTES, Charges, Sizes
 from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
+from hotset.core.staging import NUM_BUFFERS
 from hotset.core.units import MIB
 
-# The staging ring: two buffers, one filling while the other is computed on. A group of 64 records
+# The staging ring: one buffer is filled while the other is computed on. A group of 64 records
 # is what the reference result streams at; smaller cards get smaller groups, down to one record.
-RING_BUFFERS = 2
 RING_GROUP_RECORDS = 64
 # A group grows by one record (the ring by two) for this many slots: a quarter of the memory of
 # slots and ring together at most.
@@ -35,11 +35,11 @@ CONTEXT_STEP_TOKENS = 256
 # A longest context for a model whose config names none.
 CONTEXT_UNSTATED_TOKENS = 32768
 
-# Auto prefill chunk: a power of two between these; above the floor its workspaces take at most
-# one part in CHUNK_PART of the bytes in slots. Where chunks run one after the other, each streams
-# the cold experts once more. Where they run together it only has to be long enough to keep the
-# kernels busy, and its top is what takes JOINED_CHUNK_BYTES: budgets that leave eight times as much
-# for slots all get the same chunk, and so round a long prompt alike.
+# Auto prefill chunk: a power of two between these; what its workspaces take above those of the
+# floor is at most one part in CHUNK_PART of the bytes in slots. Where chunks run one after the
+# other, each streams the cold experts once more. Where they run together it only has to be long
+# enough to keep the kernels busy, and its top is what takes JOINED_CHUNK_BYTES: budgets that leave
+# eight times as much for slots all get the same chunk, and so round a long prompt alike.
 CHUNK_FLOOR_TOKENS = 128
 CHUNK_TOP_TOKENS = 2048
 JOINED_CHUNK_TOP_TOKENS = 4096
@@ -174,7 +174,7 @@ def ring_records(num_slots: int, most_slots: int, *, widest_layer: int) -> int:
     if num_slots == most_slots:
         return 0
     group = min(RING_GROUP_RECORDS, widest_layer, 1 + num_slots // SLOTS_PER_GROUP_RECORD)
-    return RING_BUFFERS * group
+    return NUM_BUFFERS * group
 
 
 class _Shares:
@@ -240,11 +240,14 @@ class _Shares:
         return max(1, tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
 
     def _chunk(self, sizes: Sizes, share: int) -> int:
+        least = min(CHUNK_FLOOR_TOKENS, sizes.context_tokens)
+        # What the context takes is counted with the context.
+        fixed = self.charges.workspace_bytes(replace(sizes, prefill_chunk=least))
         for chunk in self._chunks(sizes.context_tokens):
             candidate = replace(sizes, prefill_chunk=chunk)
-            if self.charges.workspace_bytes(candidate) <= share // CHUNK_PART:
+            if self.charges.workspace_bytes(candidate) - fixed <= share // CHUNK_PART:
                 return chunk
-        return min(CHUNK_FLOOR_TOKENS, sizes.context_tokens)
+        return least
 
     def _chunks(self, context_tokens: int) -> list[int]:
         """Chunks that may be chosen, largest first."""

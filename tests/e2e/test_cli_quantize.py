@@ -80,7 +80,13 @@ def unpacked(tensors: dict[str, torch.Tensor], target: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("model_type", "target"),
-    [("qwen3_moe", "int4"), ("gemma4", "nvfp4"), ("mixtral", "mxfp4"), ("gpt_oss", "mxfp4")],
+    [
+        ("qwen3_moe", "int4"),
+        ("gemma4", "nvfp4"),
+        ("mixtral", "mxfp4"),
+        ("gpt_oss", "mxfp4"),
+        ("aria_text", "int4"),  # the library has its experts as [in, out]
+    ],
 )
 def test_a_quantised_checkpoint_loads_and_is_right(
     model_type: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

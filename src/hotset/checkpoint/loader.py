@@ -29,7 +29,7 @@ from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, read_packed
 from hotset.checkpoint.packing import pack
-from hotset.checkpoint.params import ExpertParam
+from hotset.checkpoint.params import as_in_module
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
 
@@ -97,21 +97,6 @@ def load_experts(
 def default_threads() -> int:
     """Readers where nothing else is said: up to 4, by the cores there are."""
     return min(4, os.cpu_count() or 1)
-
-
-def as_in_module(field: torch.Tensor, param: ExpertParam) -> torch.Tensor:
-    """A record field seen in the order of the module's parameter: a view, without a copy.
-
-    Args:
-        field: [out, in] or [out], gate rows before up rows.
-        param: how the module stores it.
-
-    Returns:
-        [out, in], or [in, out] when transposed; an interleaved output dimension of 2I becomes two
-        of [I, 2], so that a contiguous tensor of the module's shape can be viewed likewise.
-    """
-    view = field.unflatten(0, (2, -1)).transpose(0, 1) if param.interleaved else field
-    return view.movedim(-1, 0) if param.transposed else view
 
 
 class _Crew:

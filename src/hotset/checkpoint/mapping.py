@@ -69,7 +69,7 @@ class ExpertPiece:
 
     Attributes:
         entry: the tensor.
-        param: the parameter.
+        param: the parameter; of a foreign piece as it would be, made of linear layers.
         part: index into the converter's sources, e.g. gate 0, up 1; 0 without a converter.
         expert: id, or `None` when the tensor holds all experts of the layer.
         converter: what the library does with it, `None` when it is only renamed.
@@ -269,8 +269,8 @@ class _Classifier:
                 source = f"experts.*.{projection}.weight"
                 param = self._params.get(f"{module}.{converter.target_patterns[0]}")
                 if param and source in converter.source_patterns:
-                    part = converter.source_patterns.index(source)
-                    return ExpertPiece(entry, param, part, int(expert), converter, foreign=True)
+                    part, made = converter.source_patterns.index(source), param.as_linear()
+                    return ExpertPiece(entry, made, part, int(expert), converter, foreign=True)
         return None
 
     def layers_beyond(self, targets: Iterable[str]) -> set[int]:

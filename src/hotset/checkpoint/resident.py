@@ -17,6 +17,7 @@ from hotset.checkpoint.finite import not_finite
 from hotset.checkpoint.index import TensorEntry
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, dequantise_entry
+from hotset.checkpoint.params import ExpertParam, as_in_module
 from hotset.checkpoint.reader import ShardReader
 
 
@@ -58,23 +59,34 @@ class LazyTensor:
 
 
 class _LazyExperts:
-    """A parameter of all experts, put together from tensors of one each when it is read."""
+    """A parameter of all experts, put together from tensors of one each when it is read.
 
-    def __init__(self, pieces: list[ExpertPiece], tensors: dict[str, LazyTensor]) -> None:
-        self._pieces, self._tensors = pieces, tensors
-        self.shape = torch.Size(pieces[0].param.shape)
+    Args:
+        param: as the library has it.
+        pieces: linear layers of it.
+        tensors: by the names of the pieces.
+    """
+
+    def __init__(
+        self, param: ExpertParam, pieces: list[ExpertPiece], tensors: dict[str, LazyTensor]
+    ) -> None:
+        self._param, self._pieces, self._tensors = param, pieces, tensors
+        self.shape = torch.Size(param.shape)
         self.dtype = tensors[pieces[0].entry.name].dtype
 
     def __getitem__(self, item: EllipsisType) -> torch.Tensor:
         """The whole parameter, in memory of its own."""
         assert item is ...
-        made = torch.empty(self.shape, dtype=self.dtype)
+        made = torch.empty(self._param.as_linear().shape, dtype=self.dtype)
         for piece in self._pieces:
             assert piece.converter is not None and piece.expert is not None
             num_parts = len(piece.converter.source_patterns)
             rows = made[piece.expert].unflatten(0, (num_parts, -1))[piece.part]
             rows.copy_(self._tensors[piece.entry.name][...])
-        return made
+        if self._param.as_linear() == self._param:
+            return made
+        ordered = [as_in_module(expert, self._param) for expert in made]
+        return torch.stack(ordered).reshape(self.shape)
 
 
 def read_tensor(reader: ShardReader, entry: TensorEntry) -> torch.Tensor:
@@ -116,8 +128,13 @@ def whole_state_dict(
         if piece.foreign:
             apart[piece.param.full_name].append(piece)
     put_together = {
-        name: _LazyExperts(pieces, _lazy([p.entry for p in pieces], reader, dtype))
-        for name, pieces in apart.items()
+        param.full_name: _LazyExperts(
+            param,
+            apart[param.full_name],
+            _lazy([piece.entry for piece in apart[param.full_name]], reader, dtype),
+        )
+        for param in key_map.params
+        if param.full_name in apart
     }
     return _lazy(entries, reader, dtype) | put_together
 

@@ -106,17 +106,28 @@ def test_experts_beyond_the_host_memory() -> None:
     """HR-15: the shortfall in numbers, before anything is read."""
     model = replace(t0(), layers=t0().layers * 8192)
     assert model.expert_bytes == 1536 * MIB
+    machine = gpu(free=GIB, available=GIB)
     with pytest.raises(CapacityError) as caught:
-        make_plan(model, gpu(free=GIB, available=GIB), PlanRequest()).require_fit()
+        make_plan(model, machine, PlanRequest()).require_fit()
+    # Of the device's memory 702 MiB are slots, which may be an expert's only place.
     assert caught.value.message == (
-        "1.00 GiB of host memory is available, 2.00 GiB is needed: "
-        "expert arena 1.50 GiB + loading 193.66 KiB + host headroom 512.00 MiB"
+        "1.00 GiB of host memory is available, 1.32 GiB is needed: "
+        "expert arena 834.40 MiB + loading 193.66 KiB + host headroom 512.00 MiB"
     )
     assert caught.value.hint == (
         "every expert needs a place in host memory or a slot of its own: a machine or container "
-        "with at least "
-        "2.00 GiB available is needed"
+        "with at least 1.32 GiB available is needed, and with 2.00 GiB all slots follow the text"
     )
+    enough = replace(machine.host, available_bytes=int(1.32 * GIB))
+    assert make_plan(model, replace(machine, host=enough), PlanRequest()).fits
+
+
+def test_a_context_that_leaves_enough_slots_is_named() -> None:
+    """40 GiB hold all but 16.5 GiB of the experts, and those fit the slots of a short context."""
+    machine = gpu(available=40 * GIB)
+    (problem,) = make_plan(qwen3_30b(), machine, PlanRequest(context_tokens=40_960)).problems
+    assert problem.hint == "use `--context 8192`"
+    assert make_plan(qwen3_30b(), machine, PlanRequest(context_tokens=8192)).fits
 
 
 def test_container_limit_is_named() -> None:
@@ -131,9 +142,10 @@ def test_explicit_ram_is_kept_or_refused() -> None:
     low = PlanRequest(ram_bytes=30 * GIB)
     plan = make_plan(qwen3_30b(), gpu(), low)
     assert plan.host.budget_bytes == 30 * GIB
-    assert plan.problems[0].message.startswith("`--ram` is 30.00 GiB, 56.50 GiB is needed: ")
-    assert plan.problems[0].hint == "use `--ram 57856MiB`"
-    assert make_plan(qwen3_30b(), gpu(), PlanRequest(ram_bytes=57_856 * MIB)).fits
+    assert plan.problems[0].message.startswith("`--ram` is 30.00 GiB, 41.51 GiB is needed: ")
+    assert plan.problems[0].hint == "use `--ram 42502MiB`"
+    assert make_plan(qwen3_30b(), gpu(), PlanRequest(ram_bytes=42_502 * MIB)).fits
+    assert not make_plan(qwen3_30b(), gpu(), PlanRequest(ram_bytes=42_501 * MIB)).fits
 
     high = make_plan(qwen3_30b(), gpu(available=100 * GIB), PlanRequest(ram_bytes=101 * GIB))
     assert high.problems[0].message == "`--ram` is 101.00 GiB, 100.00 GiB is available"

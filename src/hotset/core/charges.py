@@ -8,6 +8,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.plan import Line
@@ -303,7 +304,7 @@ class Charges:
         in_slots = self.split.num_bytes(sizes.num_slot_only)
         return align_up(self.geometry.expert_bytes - in_slots, mmap.PAGESIZE)
 
-    @property
+    @cached_property
     def loading_bytes(self) -> int:
         """Anonymous memory while loading: the loader's promise, or less for a small model, which
         cannot have more in flight than its resident weights and four experts in float32."""

@@ -27,6 +27,9 @@ LEAST_HINT_TOKENS = 16
 
 _Fits = Callable[[Charges, Sizes], bool]
 
+# Contexts that are tried where more slots would help; each has to be planned.
+_SHORTER_CONTEXTS = (8192, 2048)
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -55,7 +58,7 @@ class Refusal:
         if not self.budgets.device_fits(self.charges, least):
             yield self._device(least)
         if not self._host_fits(self.request, least):
-            yield self._host(least)
+            yield self._host(self._without_host_copies(least), least)
 
     def _within_lengths(self) -> PlanRequest:
         """The request with no length beyond what limits it."""
@@ -171,7 +174,18 @@ class Refusal:
             hint=_either(remedies, otherwise),
         )
 
-    def _host(self, least: Sizes) -> Problem:
+    def _without_host_copies(self, least: Sizes) -> Sizes:
+        """What takes least host memory: on a GPU each slot may be its expert's only place."""
+        if not self.charges.on_cuda or not self.budgets.device_fits(self.charges, least):
+            return least
+        chosen = choose_sizes(self.charges, self.request, self.budgets)
+        return replace(chosen, num_slot_only=chosen.num_slots)
+
+    def _host(self, least: Sizes, shortest: Sizes) -> Problem:
+        """Args:
+        least: sizes that take least host memory.
+        shortest: every auto at its floor.
+        """
         need, have = self.charges.host_bytes(least), self.budgets.host_bytes
         offer = (
             f"`--ram` is {_bytes(have, need)}"
@@ -183,12 +197,15 @@ class Refusal:
         if self.request.ram_bytes is not None and need <= available:
             remedies.append(f"`--ram {_at_least(need, available)}`")
         if not self.charges.on_cuda:
-            remedies += self._shorter(least, self.budgets.host_fits)
-        remedies += self._narrower()
+            remedies += self._shorter(shortest, self.budgets.host_fits)
+        remedies += [*self._more_slots(least.context_tokens), *self._narrower()]
         otherwise = (
             f"every expert needs a place in host memory or a slot of its own: a machine or "
             f"container with at least {format_bytes(need)} available is needed"
         )
+        if least.num_slot_only:
+            every = self.charges.host_bytes(replace(least, num_slot_only=0))
+            otherwise += f", and with {format_bytes(every)} all slots follow the text"
         return Problem(
             "--ram",
             "bytes",
@@ -198,6 +215,17 @@ class Refusal:
             f"{_items(self.charges.host_lines(least))}",
             hint=_either(remedies, otherwise),
         )
+
+    def _more_slots(self, context_tokens: int) -> Iterator[str]:
+        """A shorter context whose memory holds the experts that host memory has no room for."""
+        if self.charges.on_cuda:
+            for tokens in _SHORTER_CONTEXTS:
+                chunk = _least(self.request.prefill_chunk, tokens)
+                shorter = replace(self.request, context_tokens=tokens, prefill_chunk=chunk)
+                if tokens < context_tokens and self._fits(shorter):
+                    also = "" if chunk is None else f" --prefill-chunk {chunk}"
+                    yield f"`--context {tokens}{also}`"
+                    return
 
     def _shorter(self, least: Sizes, fits: _Fits) -> Iterator[str]:
         """Smaller lengths that would fit, each with everything else as it is."""

@@ -129,12 +129,15 @@ def choose_sizes(charges: Charges, request: PlanRequest, budgets: Budgets) -> Si
         return budgets.fits(charges, sizes)
 
     most = 0 if budgets.device_bytes is None else split.most_within(budgets.device_bytes)
-    # From the top, because the last step (every expert has a slot, no ring) costs less than the
-    # one before it.
-    candidates = (shares.sizes(num_slots) for num_slots in range(most, -1, -1))
-    best = next((sizes for sizes in candidates if fits(sizes)), None)
-    if best is None:
-        return shares.sizes(0)
+    # A slot for every expert needs no ring, and costs less than one slot fewer; below that all that
+    # goes with the slots grows with them.
+    best = shares.sizes(most) if most == split.most else None
+    if best is None or not fits(best):
+        top = min(most, split.most - 1)
+        num_slots = largest(lambda count: fits(shares.sizes(count)), 0, top)
+        if num_slots is None:
+            return shares.sizes(0)
+        best = shares.sizes(num_slots)
     if budgets.device_bytes is None or best.num_slots == split.most:
         return shares.grow(best, fits)
     return best

@@ -24,7 +24,7 @@ from hotset.checkpoint.audit import audit_records
 from hotset.runtime.engine import Engine
 from hotset.runtime.verify import logit_bound, placements
 from hotset.runtime.weights import CheckpointWeights
-from quantised import DIALECTS, E2M1, EXPERT, Dialect, pairs, quantise_folder
+from quantised import DIALECTS, E2M1, EXPERT, Dialect, fp8, pairs, quantise_folder
 from vocabulary import save_words
 
 NUM_PROMPT, NUM_ANSWER = 24, 8
@@ -133,6 +133,35 @@ def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:
     config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
     path.write_text(json.dumps(config))
     source = CheckpointWeights(str(plain.folder), dtype="float32")
+    check(Pair(Family(plain.folder, source), stock))
+
+
+@pytest.mark.parametrize("size", [16, 24])  # in blocks of 24 gate and up share scales
+def test_all_experts_in_one_tensor_of_fp8(size: int, tmp_path: Path) -> None:
+    """`gate_up_proj` and `gate_up_proj_scale_inv`, as transformers holds FP8 experts."""
+    plain = make_family("gemma4", tmp_path / "plain")
+    config = {"quant_method": "fp8", "weight_block_size": [size, size]}
+    dialect = fp8((size, size), name="scale_inv", dtype=torch.float32, **config)
+    tensors = load_file(plain.folder / "model.safetensors")
+    packed = dict(tensors)
+    rng = torch.Generator().manual_seed(0)
+    names = [name for name in tensors if name.endswith(("gate_up_proj", "experts.down_proj"))]
+    assert len(names) == 2 * len(plain.source.geometry.layers)
+    for name in names:
+        num_experts, rows, columns = tensors[name].shape
+        made = [dialect.make(rows, columns, rng) for _ in range(num_experts)]
+        packed[name] = torch.stack([group["weight"] for group, _ in made])
+        packed[f"{name}_scale_inv"] = torch.stack([group["scale_inv"] for group, _ in made])
+        tensors[name] = torch.stack([matrix for _, matrix in made])
+    save_file(tensors, plain.folder / "model.safetensors", metadata={"format": "pt"})
+    stock = Family(plain.folder, CheckpointWeights(str(plain.folder), dtype="float32")).stock()
+    save_file(packed, plain.folder / "model.safetensors", metadata={"format": "pt"})
+    path = plain.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
+    source = CheckpointWeights(str(plain.folder), dtype="float32")
+    assert {layer.expert.down_format.name for layer in source.geometry.layers} == {"fp8"}
+    gate_up = "fp8" if size == 16 else "plain"
+    assert {layer.expert.up_format.name for layer in source.geometry.layers} == {gate_up}
     check(Pair(Family(plain.folder, source), stock))
 
 

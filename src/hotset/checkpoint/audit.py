@@ -97,8 +97,9 @@ def _expected(mine: list[ExpertPiece], expert: int, files: _Files) -> torch.Tens
         index = expert if piece.expert is None else None
         if isinstance(entry, PackedEntry):
             values = entry.format.dequantise(files.read_parts(entry, index))
-            # Tensors of all experts stand for the transpose.
-            tensors[piece.part] = values if index is None else values.T[None]
+            if index is not None:
+                values = (values.T if entry.format.is_transposed else values)[None]
+            tensors[piece.part] = values
         else:
             tensors[piece.part] = files.read(entry.file, entry.name, index)
     if first.converter is None:

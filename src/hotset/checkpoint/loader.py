@@ -27,7 +27,7 @@ from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
-from hotset.checkpoint.packed import PackedEntry, read_packed
+from hotset.checkpoint.packed import PackedEntry, one_of_all, read_packed
 from hotset.checkpoint.packing import pack
 from hotset.checkpoint.params import as_in_module
 from hotset.checkpoint.reader import ShardReader
@@ -195,9 +195,7 @@ class _Crew:
         entry, fused = piece.entry, piece.expert is None
         if isinstance(entry, PackedEntry):
             tensors = read_packed(self._reader, entry, expert=expert if fused else None)
-            read = entry.format.dequantise(tensors)
-            # Tensors of all experts stand for the transpose.
-            return read.T[None] if fused else read
+            return one_of_all(entry, tensors)[None] if fused else entry.format.dequantise(tensors)
         (source,) = sources_of(piece, expert)
         read = torch.empty(source.shape, dtype=source.dtype)
         self._read(source, read)

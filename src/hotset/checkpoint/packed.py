@@ -17,7 +17,7 @@ import torch
 
 from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.formats import SUFFIXES, recognise
-from hotset.checkpoint.formats.base import MatrixFormat, located
+from hotset.checkpoint.formats.base import UNNAMED, MatrixFormat, located
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry, some
 from hotset.checkpoint.quantised import Declared
 from hotset.checkpoint.reader import Range, ShardReader
@@ -30,8 +30,11 @@ _ONLY_QUANTISED = {
     *("qweight", "qzeros"),
 }
 
-# gpt-oss: `gate_up_proj_blocks` stands for the parameter `gate_up_proj`.
-_FUSED = re.compile(r"(.+)_(blocks|scales)")
+# All experts in one tensor: `gate_up_proj_blocks` stands for the parameter `gate_up_proj`.
+_FUSED = re.compile(r"(.+_proj)_(blocks|scales|scale_inv|activation_scale)")
+
+# Codes that may have the name of a parameter.
+_CODE_DTYPES = ("float8_e4m3fn",)
 
 # No single weight that a scale allows is larger.
 _MOST_SINGLE = 2.0**14
@@ -96,6 +99,8 @@ def _fold_group(
     stands_for: str, group: dict[str, TensorEntry], declared: Declared | None
 ) -> list[TensorEntry]:
     """All tensors that could belong to one matrix: as one, or as they are."""
+    if "" in group and len(group) > 1 and group[""].dtype in _CODE_DTYPES:
+        group = {suffix or UNNAMED: entry for suffix, entry in group.items()}
     companions = {suffix: entry for suffix, entry in group.items() if suffix}
     format_ = recognise(companions, declared) if companions else None
     if format_ is None:
@@ -196,9 +201,14 @@ def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype
         return entry.format.dequantise(read_packed(reader, entry)).to(dtype)
     made = torch.empty(entry.shape, dtype=dtype)
     for expert in range(entry.shape[0]):
-        # Tensors of all experts stand for the transpose.
-        made[expert] = entry.format.dequantise(read_packed(reader, entry, expert=expert)).T
+        made[expert] = one_of_all(entry, read_packed(reader, entry, expert=expert))
     return made
+
+
+def one_of_all(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """One expert's matrix of a tensor of all experts, dequantised, in the order of its shape."""
+    matrix = entry.format.dequantise(tensors)
+    return matrix.T if entry.format.is_transposed else matrix
 
 
 def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:

@@ -52,9 +52,17 @@ def _of_pieces(pieces: list[ExpertPiece]) -> WeightFormat:
 def _keeps_rows(piece: ExpertPiece) -> bool:
     """Whether rows of codes are rows of the record, in whatever order."""
     if piece.expert is None:
-        return piece.converter is None
+        return piece.converter is None and _splits_evenly(piece)
     plain = not piece.param.transposed and not piece.param.interleaved
     return plain and piece.converter is not None and stacks_rows(piece.converter)
+
+
+def _splits_evenly(piece: ExpertPiece) -> bool:
+    """Whether no scale is shared by rows of gate and up, where a tensor holds both."""
+    if not isinstance(piece.entry, PackedEntry) or not piece.param.name.startswith("gate_up"):
+        return True
+    shared, num_rows = piece.entry.format.weights.scale_rows, piece.param.as_linear().shape[1]
+    return shared is not None and num_rows // 2 % shared == 0
 
 
 def _without_order(keys: KeyMap, found: dict[str, WeightFormat]) -> dict[str, WeightFormat]:

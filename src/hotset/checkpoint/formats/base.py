@@ -25,6 +25,9 @@ from hotset.core.formats import WeightFormat
 Group = Mapping[str, TensorEntry]
 Tensors = Mapping[str, torch.Tensor]
 
+# Suffix of the codes of all experts in one tensor, which has the name of the parameter itself.
+UNNAMED = "(codes)"
+
 # Scales are kept for whole 32-bit words of codes.
 GROUP_MULTIPLE = 8
 
@@ -109,6 +112,11 @@ class MatrixFormat(ABC):
     @abstractmethod
     def scale(self) -> str:
         """Suffix of the scales."""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether, of all experts in one tensor, `shape` has the columns before the rows."""
+        return False
 
     @property
     def divides(self) -> bool:

@@ -5,7 +5,8 @@
 Multiplied, also where the scales are called `weight_scale_inv`. In files as DeepSeek, Qwen, GLM and
 MiniMax publish them (blocks of 128 x 128, scales FP32, BF16 or E8M0, the last block may be
 partial), as compressed-tensors writes them (a scale for a row, the matrix, or a block), as ModelOpt
-does (one for the matrix), and MXFP8 (32 values of a row, E8M0).
+does (one for the matrix), and MXFP8 (32 values of a row, E8M0). All experts of a layer in one
+tensor as transformers holds them (`gate_up_proj` [E, N, K], `gate_up_proj_scale_inv`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Self
 import torch
 
 from hotset.checkpoint.formats.base import (
+    UNNAMED,
     Group,
     MatrixFormat,
     Naming,
@@ -56,7 +58,10 @@ class Fp8(MatrixFormat):
     block: tuple[int | None, int | None]
 
     label = "FP8"
-    namings = tuple(Naming("weight", _CODES, (scale,), _ACTIVATIONS) for scale in _SCALES)
+    namings = (
+        *(Naming("weight", _CODES, (scale,), _ACTIVATIONS) for scale in _SCALES),
+        Naming(UNNAMED, _CODES, ("scale_inv",), _ACTIVATIONS),
+    )
     methods = (
         ("fp8", ""),
         ("mxfp8", ""),
@@ -72,12 +77,17 @@ class Fp8(MatrixFormat):
 
     @classmethod
     def recognise(cls, group: Group, declared: Declared | None) -> Self | None:
-        weight = group["weight"]
-        expect(weight, (None, None))
-        name = next(name for name in _SCALES if name in group)
-        scales = group[name]
+        naming = next(naming for naming in cls.namings if naming.fits(group))
+        name = naming.required[0]
+        weight, scales = group[naming.codes], group[name]
+        expect(weight, (None, None, None) if naming.codes == UNNAMED else (None, None))
         expect(scales, scales.shape, _SCALE_DTYPES)
         dtype = "float8_e8m0fnu" if scales.dtype == "uint8" else scales.dtype
+        if naming.codes == UNNAMED and scales.shape[:1] != weight.shape[:1]:
+            raise CheckpointError(
+                f"{located(scales)} has shape {list(scales.shape)}, expected scales for each of "
+                f"{weight.shape[0]} experts"
+            )
         return cls(weight.shape, name, dtype, _block(weight, scales, declared))
 
     @classmethod
@@ -106,49 +116,55 @@ class Fp8(MatrixFormat):
     @property
     def as_stored(self) -> Mapping[str, str]:
         # The record pads a row to whole words.
-        codes = {"weight": ""} if self.shape[1] % 4 == 0 else {}
+        codes = {self._codes_name: ""} if self.shape[-1] % 4 == 0 else {}
         return codes | {self.scale: "_scale"}
 
     def codes(self, tensors: Tensors) -> torch.Tensor:
-        codes = tensors["weight"].view(torch.uint8)
+        codes = tensors[self._codes_name].view(torch.uint8)
         return torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
 
     def companions(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {"_scale": one_byte(self._grid(tensors[self.scale]))}
 
     def dequantise(self, tensors: Tensors) -> torch.Tensor:
-        rows, columns = self.shape
+        rows, columns = self.shape[-2:]
         sizes = (self.block[0] or rows, self.block[1] or columns)
         scales = self._grid(as_float(tensors[self.scale]))
-        return tensors["weight"].float() * spread(scales, sizes, (rows, columns))
+        return tensors[self._codes_name].float() * spread(scales, sizes, (rows, columns))
 
     def largest(self, tensors: Tensors) -> torch.Tensor:
         return as_float(tensors[self.scale]).abs() * E4M3_MAX
 
     def _grid(self, scales: torch.Tensor) -> torch.Tensor:
         """[blocks along N, blocks along K]."""
-        return scales.reshape(self.weights.num_blocks(self.shape[0]), -1)
+        return scales.reshape(self.weights.num_blocks(self.shape[-2]), -1)
+
+    @property
+    def _codes_name(self) -> str:
+        return UNNAMED if len(self.shape) == 3 else "weight"
 
 
 def _block(
     weight: TensorEntry, scales: TensorEntry, declared: Declared | None
 ) -> tuple[int | None, int | None]:
     """What shares a scale, from the config, else from the shapes where they leave no doubt."""
-    rows, columns = weight.shape
+    (*fused, rows, columns), shape = weight.shape, scales.shape
+    if fused:  # both are those of one expert after another
+        shape = shape[1:]
     # 2 x 2 scales may mean several sizes: a size is taken from the config or is the usual one.
     for block in (*_declared_blocks(declared), _DEFAULT_BLOCK, _MX_BLOCK):
-        if scales.shape == (-(-rows // block[0]), -(-columns // block[1])):
+        if shape == (-(-rows // block[0]), -(-columns // block[1])):
             if block[1] % 8:
                 raise CheckpointError(
                     f"`weight_block_size` is {list(block)}, hotset reads multiples of 8 columns"
                 )
             return block
-    if scales.shape in ((rows, 1), (rows,)):
+    if shape in ((rows, 1), (rows,)):
         return 1, None
-    if torch.Size(scales.shape).numel() == 1:
+    if torch.Size(shape).numel() == 1:
         return None, None
     raise CheckpointError(
-        f"{located(scales)} has shape {list(scales.shape)} for a weight of {rows} x {columns}, "
+        f"{located(scales)} has shape {list(scales.shape)} for weights of {rows} x {columns}, "
         "expected one scale for each block of 128 x 128, row, or matrix",
         hint="a `weight_block_size` in `quantization_config` names another block",
     )

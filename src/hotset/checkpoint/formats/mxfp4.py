@@ -79,6 +79,10 @@ class Mxfp4(MatrixFormat):
         return self.names[1]
 
     @property
+    def is_transposed(self) -> bool:
+        return len(self.shape) == 3
+
+    @property
     def as_stored(self) -> Mapping[str, str]:
         # Of all experts in one tensor, the shape has the columns of a matrix before its rows.
         codes = {self.names[0]: ""} if self.shape[1] % 8 == 0 else {}

@@ -107,6 +107,8 @@ def test_the_command_line_has_the_numbers_of_the_plan() -> None:
     assert PluginConfig.of({"hotset": hotset}) is not None, "the plugin takes what is written"
     assert json.loads(values["--compilation-config"]) == {"cudagraph_mode": "PIECEWISE"}
     assert "--no-enable-prefix-caching" in line and "--enforce-eager" not in line
+    assert "--kv-cache-dtype" not in line
+    assert dict(pairwise(line_of(kv_dtype="fp8")))["--kv-cache-dtype"] == "fp8"
 
 
 def test_no_graphs_is_eager() -> None:

@@ -27,6 +27,20 @@ from hotset.kernels import (
 FORM = rms_norm.NormForm(1e-6, rounds_first=True)
 
 
+def layer_in_eight_bits(num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """The same over pools of codes."""
+    pools = [torch.empty(8, 32, num_kv_heads, dim, dtype=torch.uint8) for _ in range(2)]
+    powers = [torch.empty(8, 32, num_kv_heads, dtype=torch.uint8) for _ in range(2)]
+    exponents = powers[0], powers[1]
+    table_BN, lengths_B = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    new = torch.empty(2, 1, num_kv_heads, dim, dtype=dtype)
+    kv_write.write_kv(new, new, *pools, table_BN, lengths_B, exponents=exponents)
+    q_BQD = torch.empty(2, num_heads, dim, dtype=dtype)
+    attention_decode.decode_attention(
+        *(q_BQD, *pools, table_BN, lengths_B), scale=0.1, exponents=exponents
+    )
+
+
 def layer(
     num_heads: int, num_kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, **how: Any
 ) -> None:
@@ -81,6 +95,8 @@ def main(capability: int) -> None:
     case("odd", 12, 4, 192, 80, torch.float16, softcap=30.0)
     case("wide", 16, 2, 512, 512, bf16)
     case("fp32", 8, 2, 64, 64, torch.float32)
+    layer_in_eight_bits(32, 4, 128, bf16)
+    rows.extend(compiled.facts("eight bits"))
     for name, *widths in (
         ("latents, 16 heads", 16, 512, 64, bf16),
         ("latents, 128 heads", 128, 512, 64, bf16),

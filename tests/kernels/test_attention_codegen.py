@@ -32,6 +32,14 @@ def test_keys_and_values_stream_into_tensor_cores(
     assert row["shared_bytes"] <= 99 * 1024 // (1 if case == "wide" else 2), row
 
 
+def test_codes_come_16_bytes_at_a_time_and_meet_tensor_cores(
+    facts: dict[tuple[str, str], dict[str, Any]],
+) -> None:
+    row = facts["eight bits", PARTIAL]
+    assert row["tensor_core"] > 0, row
+    assert row["async_copies_16_bytes"] + row["loads_16_bytes"] > 0, row
+
+
 @pytest.mark.parametrize("case", ["latents, 16 heads", "latents, 128 heads", "latents, fp32"])
 def test_latents_stream_into_tensor_cores(
     facts: dict[tuple[str, str], dict[str, Any]], case: str
@@ -81,7 +89,7 @@ def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> 
     cases = {case for case, _ in facts} - {"merged", *NORMS}
     prompts = {case for case in cases if case.startswith("prompt")}
     latents = {case for case in cases if case.startswith("latents")}
-    assert (len(prompts), len(latents), len(cases)) == (5, 3, 13)
+    assert (len(prompts), len(latents), len(cases)) == (5, 3, 14)
     expected = {(case, kernel) for case in cases - prompts for kernel in (REDUCE, WRITE)}
     expected |= {(case, PARTIAL) for case in cases - prompts - latents}
     expected |= {(case, LATENT) for case in latents}

@@ -19,8 +19,9 @@ from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.attention import AttentionSwitch
 from hotset.models.attention_probe import find_attention
-from hotset.runtime.kv_cache import DecodeBatch, KVCache, PrefillStep
+from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.kv_pool import KVPool
+from hotset.runtime.kv_prefill import PrefillStep
 from tiny import build_tiny, tiny_config
 
 EPS32 = 2.0**-23

@@ -11,7 +11,8 @@ import torch
 from hotset.core.errors import RequestError
 from hotset.models.attention import AttentionSwitch, shared_compilation
 from hotset.models.attention_probe import find_attention
-from hotset.runtime.kv_cache import DecodeBatch, KVCache, PrefillStep
+from hotset.runtime.kv_cache import DecodeBatch, KVCache
+from hotset.runtime.kv_prefill import PrefillStep
 from parity.cache_support import (
     KERNELS,
     PROMPTS,

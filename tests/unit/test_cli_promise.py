@@ -16,16 +16,16 @@ from repository import script
 
 MEMORY = ["--context", "--device", "--dtype", "--prefill-chunk", "--ram", "--revision", "--vram"]
 SAMPLING = ["--min-p", "--seed", "--temperature", "--top-k", "--top-p"]
-ROWS = ["--batch-invariant", "--kv-tokens", "--max-batch", "--no-batch-invariant"]
+ROWS = ["--batch-invariant", "--kv-dtype", "--kv-tokens", "--max-batch", "--no-batch-invariant"]
 
 FLAGS = {
     "hotset": ["--debug", "--version"],
     "hotset generate": [
         *MEMORY,
         *SAMPLING,
-        *("--chat", "--json", "--kernels", "--max-tokens", "--no-strict", "--prompt-file"),
+        *("--chat", "--json", "--kernels", "--kv-dtype", "--max-tokens", "--no-strict"),
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
-        *("--profile", "--record", "--strict"),
+        *("--profile", "--prompt-file", "--record", "--strict"),
         *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
     ],
     "hotset chat": [

@@ -16,8 +16,8 @@ from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer
 from hotset.kernels.attention import AttentionKernels, ring_blocks
 from hotset.runtime.kv_blocks import BlockAllocator
-from hotset.runtime.kv_cache import PrefillStep
 from hotset.runtime.kv_pool import KVPool, kv_pool_bytes
+from hotset.runtime.kv_prefill import PrefillStep
 from hotset.runtime.planning import plan_engine
 
 BLOCK_TOKENS = 4

@@ -18,7 +18,9 @@ from hotset.cli.options import (
     Device,
     Dtype,
     Json,
+    KvDtype,
     KvTokens,
+    Lossless,
     MaxBatch,
     ModelArgument,
     PrefillChunk,
@@ -52,6 +54,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     prefill_chunk: PrefillChunk = None,
     max_batch: MaxBatch = EngineConfig.max_batch,
     kv_tokens: KvTokens = None,
+    kv_dtype: KvDtype = None,
+    lossless: Lossless = False,
     batch_invariant: BatchInvariant = False,
     revision: Revision = None,
     machine: Annotated[
@@ -94,6 +98,8 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         prefill_chunk=prefill_chunk,
         max_batch=max_batch,
         kv_tokens=kv_tokens,
+        kv_dtype=kv_dtype,
+        lossless=lossless,
         batch_invariant=batch_invariant,
         revision=revision,
     )

@@ -38,6 +38,7 @@ class AttentionKernels:
         window: int | None = None,
         softcap: float | None = None,
         sinks_Q: torch.Tensor | None = None,
+        exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Attends with one query token a row to what the pools hold of that row.
 
@@ -53,6 +54,8 @@ class AttentionKernels:
                 table must hold them: the whole row, or `ring_blocks` of the window.
             softcap: scores become softcap * tanh(score / softcap).
             sinks_Q: [Hq], one more logit of each head in the denominator.
+            exponents: of pools that hold E4M3 codes (uint8), of keys and of values: uint8
+                [num_blocks, block_tokens, Hkv]; see `kv_fp8`.
 
         Returns:
             [B, Hq, Dv] in the dtype of `q_BQD`, contiguous. Its bits depend on the row's own
@@ -61,7 +64,7 @@ class AttentionKernels:
         batch, num_heads, key_dim = q_BQD.shape
         assert k_pool.shape[:3] == v_pool.shape[:3] and k_pool.shape[3] == key_dim
         assert num_heads % k_pool.shape[2] == 0, (num_heads, k_pool.shape)
-        assert q_BQD.dtype == k_pool.dtype == v_pool.dtype
+        _check_kept(q_BQD.dtype, k_pool, v_pool, exponents)
         assert block_table_BN.shape[0] == batch and lengths_B.shape == (batch,)
         assert sinks_Q is None or sinks_Q.shape == (num_heads,)
         _check_pool(k_pool, v_pool, block_table_BN, lengths_B)
@@ -79,6 +82,7 @@ class AttentionKernels:
             window=window,
             softcap=softcap,
             sinks_Q=sinks_Q,
+            exponents=exponents,
         )
 
     def decode_latents(
@@ -176,6 +180,8 @@ class AttentionKernels:
         v_pool: torch.Tensor,
         block_table_BN: torch.Tensor,
         lengths_B: torch.Tensor,
+        *,
+        exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         """Writes the T newest tokens of every row into the pools, in place.
 
@@ -185,10 +191,12 @@ class AttentionKernels:
             lengths_B: int32 [B], tokens including the T new ones, which are positions
                 length - T .. length - 1. Rows of length 0 write nothing. Of more new tokens
                 than the table holds only the last are written.
+            exponents: as for `decode`, written too.
         """
         assert k_BTHD.shape[2:] == k_pool.shape[2:] and v_BTHD.shape[2:] == v_pool.shape[2:]
         assert k_BTHD.shape[:2] == v_BTHD.shape[:2]
-        assert k_BTHD.dtype == k_pool.dtype and v_BTHD.dtype == v_pool.dtype
+        assert k_BTHD.dtype == v_BTHD.dtype
+        _check_kept(k_BTHD.dtype, k_pool, v_pool, exponents)
         assert len(k_BTHD) == len(block_table_BN) == len(lengths_B)
         _check_pool(k_pool, v_pool, block_table_BN, lengths_B)
         if self.name == "reference":
@@ -196,7 +204,9 @@ class AttentionKernels:
         else:
             from hotset.kernels.kv_write import write_kv
         write_kv(
-            _whole_heads(k_BTHD), _whole_heads(v_BTHD), k_pool, v_pool, block_table_BN, lengths_B
+            *(_whole_heads(k_BTHD), _whole_heads(v_BTHD), k_pool, v_pool),
+            *(block_table_BN, lengths_B),
+            exponents=exponents,
         )
 
 
@@ -219,3 +229,16 @@ def _check_pool(
     assert k_pool.is_contiguous() and v_pool.is_contiguous()
     assert block_table_BN.dtype == torch.int32 and block_table_BN.is_contiguous()
     assert lengths_B.dtype == torch.int32 and lengths_B.is_contiguous()
+
+
+def _check_kept(
+    dtype: torch.dtype,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    exponents: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    kept = dtype if exponents is None else torch.uint8
+    assert k_pool.dtype == v_pool.dtype == kept, (k_pool.dtype, v_pool.dtype, kept)
+    for powers in exponents or ():
+        assert powers.dtype == torch.uint8 and powers.is_contiguous()
+        assert powers.shape == k_pool.shape[:3]

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import dot, is_interpreted, round_to, tanh
+from hotset.kernels.kv_fp8 import decode_rows
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 # One tile holds this many bytes of keys, and as many of values. With two tiles in flight a program
@@ -145,7 +146,21 @@ def load_heads(
     """Rows [TILE, COLS] of one head at `slot`s (tokens of the whole pool), zero where not real."""
     c = tl.arange(0, COLS)
     at = (slot * HEADS + head)[:, None] * DIM + c[None, :]
-    return tl.load(pool + at, mask=inside[:, None] & (c < DIM)[None, :], other=0.0)
+    return tl.load(pool + at, mask=inside[:, None] & (c < DIM)[None, :], other=0)
+
+
+@triton.jit
+def _cached_heads(
+    pool, exponents, slot, head, inside,
+    HEADS: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr,
+    FP8: tl.constexpr, DTYPE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """`load_heads` in the dtype that the model computes in, whatever it is kept in."""
+    x = load_heads(pool, slot, head, inside, HEADS, DIM, COLS)
+    if FP8:
+        e = tl.load(exponents + slot * HEADS + head, mask=inside, other=127)
+        x = decode_rows(x, e, DTYPE, INTERPRET)
+    return x
 
 
 @triton.jit
@@ -160,33 +175,15 @@ def slots_of(table, position, inside, num_blocks, BLOCK_TOKENS: tl.constexpr, WI
 
 @triton.jit
 def _partial_kernel(
-    q_BQD,
-    k_pool,
-    v_pool,
-    block_table_BN,
-    lengths_B,
-    acc_BQSD,
-    stats_BQS2,
-    q_row_stride,
-    q_head_stride,
-    num_blocks,
-    scale,
-    softcap,
-    CAPPED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    KEY_COLS: tl.constexpr,
-    VALUE_COLS: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    INTERPRET: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    q_BQD, k_pool, v_pool, k_exponents, v_exponents, block_table_BN, lengths_B,
+    acc_BQSD, stats_BQS2, q_row_stride, q_head_stride, num_blocks, scale, softcap,
+    CAPPED: tl.constexpr, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    KEY_COLS: tl.constexpr, VALUE_COLS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+    FP8: tl.constexpr, INTERPRET: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = q_BQD.dtype.element_ty
     wait_for_previous(DEPENDENT)
     split, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths_B + row)
@@ -208,8 +205,14 @@ def _partial_kernel(
         position = tile * TILE + tl.arange(0, TILE)
         inside = (position >= first) & (position < length)
         slot = slots_of(table, position, inside, num_blocks, BLOCK_TOKENS, WINDOW)
-        k = load_heads(k_pool, slot, kv_head, inside, HEADS, KEY_DIM, KEY_COLS)
-        v = load_heads(v_pool, slot, kv_head, inside, HEADS, VALUE_DIM, VALUE_COLS)
+        k = _cached_heads(
+            *(k_pool, k_exponents, slot, kv_head, inside),
+            *(HEADS, KEY_DIM, KEY_COLS, FP8, dtype, INTERPRET),
+        )
+        v = _cached_heads(
+            *(v_pool, v_exponents, slot, kv_head, inside),
+            *(HEADS, VALUE_DIM, VALUE_COLS, FP8, dtype, INTERPRET),
+        )
         s = _scores(q, k, inside, scale, softcap, CAPPED, INTERPRET)
         m, total, acc = take_in(s, v, m, total, acc, INTERPRET)
 
@@ -280,6 +283,7 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_Q: torch.Tensor | None = None,
+    exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[B, Hq, Dv] in the dtype of `q_BQD`; see `attention.AttentionKernels.decode`.
@@ -295,7 +299,7 @@ def decode_attention(
         num_kv_heads=num_kv_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        element_bytes=k_pool.element_size(),
+        element_bytes=q_BQD.element_size(),
     )
     splits = most_splits(launch, block_table_BN.shape[1] * block_tokens, window)
     acc_BQSD = q_BQD.new_empty(batch, num_heads, splits, value_dim, dtype=torch.float32)
@@ -303,11 +307,12 @@ def decode_attention(
     out = q_BQD.new_empty(batch, num_heads, value_dim) if out is None else out
     _partial_kernel[(splits, num_kv_heads, batch)](
         q_BQD,
-        *(k_pool, v_pool, block_table_BN, lengths_B),
+        *(k_pool, v_pool, *(exponents or (k_pool, v_pool)), block_table_BN, lengths_B),
         *(acc_BQSD, stats_BQS2),
         *q_BQD.stride()[:2],
         *(block_table_BN.shape[1], scale, softcap or 0.0),
         CAPPED=softcap is not None,
+        FP8=exponents is not None,
         BLOCK_TOKENS=block_tokens,
         HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,

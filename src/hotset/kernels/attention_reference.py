@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from hotset.kernels.kv_fp8 import dequantise, quantise
+
 
 def attended(length: int, window: int | None) -> range:
     """Positions that a row of `length` tokens attends to, the current one last."""
@@ -44,8 +46,12 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks_Q: torch.Tensor | None = None,
+    exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """[B, Hq, Dv] in the dtype of `q_BQD`; see `attention.AttentionKernels.decode`."""
+    if exponents is not None:
+        k_pool = dequantise(k_pool, exponents[0], q_BQD.dtype)
+        v_pool = dequantise(v_pool, exponents[1], q_BQD.dtype)
     out = q_BQD.new_zeros(*q_BQD.shape[:2], v_pool.shape[-1])
     for row, length in enumerate(lengths_B.tolist()):
         if length > 0:
@@ -191,6 +197,8 @@ def write_kv(
     v_pool: torch.Tensor,
     block_table_BN: torch.Tensor,
     lengths_B: torch.Tensor,
+    *,
+    exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Writes T new tokens of every row into the pools; see `attention.AttentionKernels.write`."""
     num_new, block_tokens, num_blocks = k_BTHD.shape[1], k_pool.shape[1], block_table_BN.shape[1]
@@ -200,5 +208,9 @@ def write_kv(
             p = torch.arange(first, length, device=k_pool.device)
             blocks = block_table_BN[row].long()[(p // block_tokens) % num_blocks]
             new = p - (length - num_new)
-            k_pool[blocks, p % block_tokens] = k_BTHD[row, new]
-            v_pool[blocks, p % block_tokens] = v_BTHD[row, new]
+            places = blocks, p % block_tokens
+            if exponents is None:
+                k_pool[places], v_pool[places] = k_BTHD[row, new], v_BTHD[row, new]
+            else:
+                k_pool[places], exponents[0][places] = quantise(k_BTHD[row, new])
+                v_pool[places], exponents[1][places] = quantise(v_BTHD[row, new])

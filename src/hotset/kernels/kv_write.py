@@ -1,4 +1,4 @@
-"""Writes new keys and values into their blocks, both in one launch.
+"""Writes new keys and values into their blocks, both in one launch, as they are or in eight bits.
 
 Token t of T new ones of a row is position length - T + t; it goes to block
 block_table[b, (position // block_tokens) % N]. Knows blocks, not sequences: padded rows (length 0)
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
+from hotset.kernels.kv_fp8 import encode_rows
 
 
 @triton.jit
@@ -32,11 +33,42 @@ def _copy_heads(
 
 
 @triton.jit
+def _quantise_heads(
+    source,
+    target,
+    exponents,
+    head_stride,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One token: [HEADS, DIM] with any head stride to contiguous codes and their exponents."""
+    head, c = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    real = (head < HEADS)[:, None] & (c < DIM)[None, :]
+    x = tl.load(source + head[:, None] * head_stride + c[None, :], mask=real, other=0.0)
+    codes, e = encode_rows(x.to(tl.float32))
+    tl.store(target + head[:, None] * DIM + c[None, :], codes, mask=real)
+    tl.store(exponents + head, e, mask=head < HEADS)
+
+
+@triton.jit
+def _slot_of(length, position, table, num_blocks, BLOCK_TOKENS: tl.constexpr):
+    """Where a position of a row lies, as a token of the whole pool; -1 for nowhere."""
+    entry = (position // BLOCK_TOKENS) % num_blocks
+    kept = (position >= 0) & (length > 0) & (position >= length - num_blocks * BLOCK_TOKENS)
+    block = tl.load(table + entry, mask=kept, other=0).to(tl.int64)
+    return tl.where(kept, block * BLOCK_TOKENS + position % BLOCK_TOKENS, -1)
+
+
+@triton.jit
 def _write_kernel(
     k_BTHD,
     v_BTHD,
     k_pool,
     v_pool,
+    k_exponents,
+    v_exponents,
     block_table_BN,
     lengths_B,
     k_row_stride,
@@ -52,23 +84,27 @@ def _write_kernel(
     VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    FP8: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(DEPENDENT)
     token, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_B + row)
     position = length - tl.num_programs(0) + tl.program_id(0)
-    if (position < 0) | (length <= 0) | (position < length - num_blocks * BLOCK_TOKENS):
+    slot = _slot_of(length, position, block_table_BN + row * num_blocks, num_blocks, BLOCK_TOKENS)
+    if slot < 0:
         return
-    entry = (position // BLOCK_TOKENS) % num_blocks
-    block = tl.load(block_table_BN + row * num_blocks + entry).to(tl.int64)
-    slot = block * BLOCK_TOKENS + position % BLOCK_TOKENS
     k = k_BTHD + row * k_row_stride + token * k_token_stride
     v = v_BTHD + row * v_row_stride + token * v_token_stride
-    _copy_heads(k, k_pool + slot * (HEADS * KEY_DIM), k_head_stride, HEADS, KEY_DIM, KEY_BLOCK)
-    _copy_heads(
-        v, v_pool + slot * (HEADS * VALUE_DIM), v_head_stride, HEADS, VALUE_DIM, VALUE_BLOCK
-    )
+    k_out, v_out = k_pool + slot * (HEADS * KEY_DIM), v_pool + slot * (HEADS * VALUE_DIM)
+    if FP8:
+        k_powers, v_powers = k_exponents + slot * HEADS, v_exponents + slot * HEADS
+        _quantise_heads(k, k_out, k_powers, k_head_stride, HEADS, KEY_DIM, ROWS, KEY_BLOCK)
+        _quantise_heads(v, v_out, v_powers, v_head_stride, HEADS, VALUE_DIM, ROWS, VALUE_BLOCK)
+    else:
+        _copy_heads(k, k_out, k_head_stride, HEADS, KEY_DIM, KEY_BLOCK)
+        _copy_heads(v, v_out, v_head_stride, HEADS, VALUE_DIM, VALUE_BLOCK)
 
 
 def write_kv(
@@ -78,6 +114,8 @@ def write_kv(
     v_pool: torch.Tensor,
     block_table_BN: torch.Tensor,
     lengths_B: torch.Tensor,
+    *,
+    exponents: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Writes T new tokens of every row into the pools; see `attention.AttentionKernels.write`.
 
@@ -87,11 +125,14 @@ def write_kv(
     """
     batch, num_new, num_heads, key_dim = k_BTHD.shape
     value_dim = v_BTHD.shape[-1]
+    # Codes go head by head, what is only copied all at once.
+    at_once = num_heads if exponents is None else 1
     _write_kernel[(num_new, batch)](
         k_BTHD,
         v_BTHD,
         k_pool,
         v_pool,
+        *(exponents or (k_pool, v_pool)),
         block_table_BN,
         lengths_B,
         *k_BTHD.stride()[:3],
@@ -101,8 +142,10 @@ def write_kv(
         HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        KEY_BLOCK=triton.next_power_of_2(num_heads * key_dim),
-        VALUE_BLOCK=triton.next_power_of_2(num_heads * value_dim),
+        KEY_BLOCK=triton.next_power_of_2(at_once * key_dim),
+        VALUE_BLOCK=triton.next_power_of_2(at_once * value_dim),
+        ROWS=triton.next_power_of_2(num_heads),
+        FP8=exponents is not None,
         num_warps=4,
         **dependent_launch(k_BTHD.device),
     )

@@ -173,6 +173,7 @@ class Decoding:
             device=device,
             full_tokens=plan.kv_tokens,
             prefix_grain=prefix_grain(geometry, plan, config),
+            fp8=config.kv_dtype == "fp8",
             poison=config.poison,
             num_places=max(config.batch_sizes),
         )

@@ -1,10 +1,10 @@
-"""The pool as the library's `Cache`, in two forms: prefill of one row, decode of many.
+"""The pool as the library's `Cache`, for a step: prefill of one row, or decode of many.
 
-What is done is chosen by the step object, never by data. A `PrefillStep` writes the new tokens and
-attends to them and to those of earlier chunks, gathered from the pool. A `DecodeBatch` writes one
-token a row and attends to the pool itself. Either way the attention function gets the layer itself
-in place of keys and values (`models.attention`), and there is no mask. A layer that carries a state
-finds it where the library would keep it (`state_rows`). Knows rows and positions, nothing of text.
+What is done is chosen by the step object, never by data. A `DecodeBatch` writes one token a row and
+attends to the pool itself; prompts are `kv_prefill`'s. Either way the attention function gets the
+layer itself in place of keys and values (`models.attention`), and there is no mask. A layer that
+carries a state finds it where the library would keep it (`state_rows`). Knows rows and positions,
+nothing of text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 from hotset.core.geometry import AttentionLayer
 from hotset.experts.transfer import sent
 from hotset.kernels.attention import AttentionKernels
-from hotset.models.latents import attend_absorbed, attend_expanded, by_head
-from hotset.runtime.kv_pool import KVKind, KVPool
+from hotset.models.latents import attend_absorbed, by_head
+from hotset.runtime.kv_pool import KVPool
 from hotset.runtime.state_rows import StateView
 
 
@@ -40,7 +40,7 @@ class Step(Protocol):
 
 
 class KVCache(Cache):
-    """The library's view of a step. Good for one `PrefillStep`, or for the life of a
+    """The library's view of a step. Good for one `kv_prefill.PrefillStep`, or for the life of a
     `DecodeBatch`; what the library may do to a cache besides running forwards is refused."""
 
     def __init__(self, step: Step) -> None:
@@ -64,167 +64,6 @@ def _view(step: Step, index: int) -> CacheLayerMixin | StateView | DummyLayer:
     if layer is None:
         return step.state(index) if has_state else DummyLayer()
     return step.both(layer) if has_state else step.attention(layer)
-
-
-class PrefillStep:
-    """New tokens of one row: the whole prompt, or the next chunk of it.
-
-    Args:
-        pool: where they go.
-        row: an open row; the tokens follow those that it has.
-        num_tokens: how many.
-        kernels: attention kernels.
-        ahead: tokens of chunks that run before this one and are not committed yet.
-
-    Raises:
-        RequestError: the row cannot become so long; nothing has changed then.
-    """
-
-    def __init__(
-        self, pool: KVPool, row: int, num_tokens: int, *, kernels: AttentionKernels, ahead: int = 0
-    ) -> None:
-        self.pool, self.row, self.num_tokens, self.kernels = pool, row, num_tokens, kernels
-        self.start = pool.lengths[row] + ahead
-        pool.reserve(row, self.start + num_tokens)
-        self.length_1 = sent(np.array([self.start + num_tokens], dtype=np.int32), pool.device)
-        self.kinds = {window: _PrefillKind(self, kind) for window, kind in pool.kinds.items()}
-
-    @property
-    def position_ids(self) -> torch.Tensor:
-        """int64 [1, T] on the device, for the model."""
-        stop = self.start + self.num_tokens
-        return torch.arange(self.start, stop, device=self.pool.device)[None]
-
-    def attention(self, layer: AttentionLayer) -> CacheLayerMixin:
-        return _PrefillLayer(self, layer)
-
-    def state(self, index: int) -> StateView:
-        # What an earlier chunk leaves in the row is there when this one comes to the layer.
-        return StateView(self.pool.states.row(index, self.row), begun=self.start > 0)
-
-    def both(self, layer: AttentionLayer) -> CacheLayerMixin:
-        return _PrefillBoth(self, layer)
-
-    def commit(self) -> None:
-        """The forward has run: the row is longer now. If it has not, close the row: a ring may
-        have lost what the new tokens would have seen."""
-        self.pool.grow(self.row, self.num_tokens)
-
-
-class _PrefillKind:
-    """Block table of the row, and where the tokens lie that the new ones see of it."""
-
-    def __init__(self, step: PrefillStep, kind: KVKind) -> None:
-        table_1N = kind.table_RN[step.row : step.row + 1]
-        device, block_tokens = step.pool.device, step.pool.block_tokens
-        self.table_1N = sent(table_1N, device)
-        self.is_ring = kind.window is not None
-        # The first new token sees window - 1 earlier ones.
-        self.num_seen = step.start if kind.window is None else min(step.start, kind.window - 1)
-        first = step.start - self.num_seen
-        stop = step.start if self.is_ring else step.start + step.num_tokens
-        blocks = np.arange(first // block_tokens, -(-stop // block_tokens))
-        ids = table_1N[0, blocks % kind.row_blocks]
-        self.blocks = sent(ids.astype(np.int64), device)
-        skip = first % block_tokens
-        self.gathered = slice(skip, skip + stop - first)
-
-    def gather(self, pool: torch.Tensor) -> torch.Tensor:
-        """[Hkv, P, D], a strided view of a copy: the tokens that the new ones see of a ring before
-        they are written there, or these and the new ones."""
-        return pool[self.blocks].flatten(0, 1)[self.gathered].transpose(0, 1)
-
-
-class _PrefillLayer(CacheLayerMixin):
-    """Also the `KVView` of its layer."""
-
-    def __init__(self, step: PrefillStep, layer: AttentionLayer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._step, self._kind, self._window = step, step.kinds[layer.window], layer.window
-        self._pools = step.pool.pools[layer.index]
-        self.keeps_latents = layer.latent is not None
-        assert layer.window is None or not self.keeps_latents
-        self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.is_sliding = layer.window is not None
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Writes [1, Hkv, T, D]; returns itself twice, for the attention function."""
-        assert key_states.shape[0] == 1 and key_states.shape[2] == self._step.num_tokens
-        keys, values = key_states[0], value_states[0]
-        k_pool, v_pool = self._pools
-        if self._kind.num_seen and self._kind.is_ring:
-            # Read first: the new tokens may take the place of what they see.
-            keys = torch.cat((self._kind.gather(k_pool), keys), dim=1)
-            values = torch.cat((self._kind.gather(v_pool), values), dim=1)
-        self._step.kernels.write(
-            key_states.transpose(1, 2),
-            value_states.transpose(1, 2),
-            k_pool,
-            v_pool,
-            self._kind.table_1N,
-            self._step.length_1,
-        )
-        if self._kind.num_seen and not self._kind.is_ring:
-            # One copy of all: what an earlier chunk left and this one, joined, would be two.
-            keys, values = self._kind.gather(k_pool), self._kind.gather(v_pool)
-        self._attended = keys, values
-        return self, self
-
-    def attend(
-        self,
-        q_BQTD: torch.Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks_Q: torch.Tensor | None,
-    ) -> torch.Tensor:
-        assert self._attended is not None
-        (keys, values), self._attended = self._attended, None
-        return self._step.kernels.prefill(
-            q_BQTD[0],
-            keys,
-            values,
-            scale=scale,
-            window=self._window,
-            softcap=softcap,
-            sinks_Q=sinks_Q,
-        )[None]
-
-    def attend_latents(
-        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
-    ) -> torch.Tensor:
-        assert self._attended is not None
-        (latents_1PR, rope_1PD), self._attended = self._attended, None
-        weight_QER = by_head(weight, q_BQTD.shape[1])
-        return attend_expanded(
-            *(q_BQTD[0], latents_1PR[0], rope_1PD[0], weight_QER),
-            kernels=self._step.kernels,
-            scale=scale,
-        )[None]
-
-    def get_seq_length(self) -> int:
-        return self._step.start
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        num_seen = self._kind.num_seen
-        return num_seen + query_length, self._step.start - num_seen
-
-    def get_max_length(self) -> int:
-        return self._step.pool.context_tokens
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the pool is there before the first forward."""
-
-
-class _PrefillBoth(_PrefillLayer, StateView):
-    """A layer that keeps a state beside keys and values."""
-
-    def __init__(self, step: PrefillStep, layer: AttentionLayer) -> None:
-        StateView.__init__(self, step.pool.states.row(layer.index, step.row), begun=step.start > 0)
-        _PrefillLayer.__init__(self, step, layer)
 
 
 class DecodeBatch:
@@ -331,6 +170,7 @@ class _DecodeLayer(CacheLayerMixin):
             batch.tables[layer.window],
             batch.lengths_B,
         )
+        self._exponents = batch.pool.exponents[layer.index]
         self.is_sliding = layer.window is not None
         self.is_initialized = True
 
@@ -339,7 +179,10 @@ class _DecodeLayer(CacheLayerMixin):
     ) -> tuple[Any, Any]:
         """Writes [B, Hkv, 1, D]; returns itself twice, for the attention function."""
         assert key_states.shape[2] == 1
-        self._kernels.write(key_states.transpose(1, 2), value_states.transpose(1, 2), *self._pool)
+        self._kernels.write(
+            *(key_states.transpose(1, 2), value_states.transpose(1, 2), *self._pool),
+            exponents=self._exponents,
+        )
         return self, self
 
     def attend(
@@ -358,6 +201,7 @@ class _DecodeLayer(CacheLayerMixin):
             window=self._window,
             softcap=softcap,
             sinks_Q=sinks_Q,
+            exponents=self._exponents,
         )
         return out_BQD.unsqueeze(1)
 

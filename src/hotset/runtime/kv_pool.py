@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 
 from hotset.core.errors import RequestError
 from hotset.core.geometry import AttentionLayer, StateLayer
+from hotset.core.kv_dtype import kept_bytes
 from hotset.kernels.attention import ring_blocks
+from hotset.kernels.kv_fp8 import E4M3_NAN
 from hotset.runtime.kv_blocks import BlockAllocator, PrefixIndex
 from hotset.runtime.state_rows import StateRows
 
@@ -60,6 +62,7 @@ class KVPool:
         context_tokens: most tokens of one of them.
         dtype: of keys and values.
         device: of the pools.
+        fp8: keep them in eight bits (`kernels.kv_fp8`); no layer may keep latents.
         block_tokens: tokens of a block.
         full_tokens: tokens of all rows together that full attention has room for; default
             `num_rows * context_tokens`, with which no admitted row can run out of blocks.
@@ -83,25 +86,33 @@ class KVPool:
         block_tokens: int = BLOCK_TOKENS,
         full_tokens: int | None = None,
         prefix_grain: int | None = None,
+        fp8: bool = False,
         poison: bool = False,
     ) -> None:
         assert layers and num_rows > 0 and context_tokens > 0 and block_tokens > 0
         self.layers = {layer.index: layer for layer in layers}
         self.num_rows, self.context_tokens = num_rows, context_tokens
-        self.block_tokens, self.device = block_tokens, device
+        self.block_tokens, self.device, self.dtype = block_tokens, device, dtype
         sizes = _num_blocks(layers, num_rows, context_tokens, block_tokens, full_tokens)
         self.kinds = {window: _kind(window, num_rows, *sizes[window]) for window in sizes}
         self.pools: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.exponents: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         for layer in layers:
             num_heads, *widths = layer.cached
+            assert not (fp8 and layer.latent)
             shape = (sizes[layer.window][1], block_tokens, num_heads)
+            kept = torch.uint8 if fp8 else dtype
             keys, values = (
-                torch.empty(*shape, width, dtype=dtype, device=device) for width in widths
+                torch.empty(*shape, width, dtype=kept, device=device) for width in widths
             )
             self.pools[layer.index] = keys, values
+            self.exponents[layer.index] = None
+            if fp8:
+                powers = [torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(2)]
+                self.exponents[layer.index] = powers[0], powers[1]
             if poison:
-                keys.fill_(torch.nan)
-                values.fill_(torch.nan)
+                keys.fill_(E4M3_NAN if fp8 else torch.nan)
+                values.fill_(E4M3_NAN if fp8 else torch.nan)
         self.states = StateRows(
             states, num_rows=num_rows, num_places=num_places, device=device, poison=poison
         )
@@ -117,7 +128,8 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values; equal to what `kv_pool_bytes` says beforehand."""
-        return sum(tensor.nbytes for pair in self.pools.values() for tensor in pair)
+        pairs = [*self.pools.values(), *(pair for pair in self.exponents.values() if pair)]
+        return sum(tensor.nbytes for pair in pairs for tensor in pair)
 
     @property
     def num_full_blocks(self) -> tuple[int, int]:
@@ -242,15 +254,14 @@ def kv_pool_bytes(
     element_bytes: int,
     block_tokens: int = BLOCK_TOKENS,
     full_tokens: int | None = None,
+    fp8: bool = False,
 ) -> int:
     """Bytes that keys and values of a `KVPool` with these arguments take."""
     sizes = _num_blocks(layers, num_rows, context_tokens, block_tokens, full_tokens)
-    num_elements = 0
-    for layer in layers:
-        num_heads, key_width, value_width = layer.cached
-        num_tokens = sizes[layer.window][1] * block_tokens
-        num_elements += num_tokens * num_heads * (key_width + value_width)
-    return num_elements * element_bytes
+    return sum(
+        sizes[layer.window][1] * block_tokens * kept_bytes(layer, element_bytes, fp8=fp8)
+        for layer in layers
+    )
 
 
 def _num_blocks(

@@ -9,6 +9,8 @@ from hotset.core.config import EngineConfig
 from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.hardware import Machine
 from hotset.core.hit_curve import HitCurve, assumed_curve
+from hotset.core.kv_dtype import with_kv_dtype
+from hotset.core.lossless import with_lossless
 from hotset.core.machine import MachineDescription
 from hotset.core.plan import MemoryPlan
 from hotset.core.planner import PlanRequest, make_plan
@@ -46,6 +48,7 @@ def plan_engine(
         curve: hits over slots, for the predicted speed of as many rows as it is of; default the
             config's profile's, or one assumed from other models, of `decoded_rows`.
     """
+    geometry = with_kv_dtype(with_lossless(geometry, config.lossless), config.kv_dtype)
     machine, spaces, speed = _parts(geometry, config, description, curve)
     request = PlanRequest.from_config(config)
     return machine, make_plan(geometry, machine, request, workspaces=spaces, speed=speed)
@@ -59,6 +62,7 @@ def sweep_engine(
     curve: HitCurve | None = None,
 ) -> list[MemoryPlan]:
     """`plan_engine` at many lengths of context."""
+    geometry = with_kv_dtype(with_lossless(geometry, config.lossless), config.kv_dtype)
     machine, spaces, speed = _parts(geometry, config, description, curve)
     request = PlanRequest.from_config(config)
     return sweep_contexts(geometry, machine, request, workspaces=spaces, speed=speed)
@@ -121,6 +125,7 @@ def _rounding(geometry: ModelGeometry, config: EngineConfig) -> int:
         context_tokens=context,
         full_tokens=context,
         element_bytes=DTYPE_BYTES[geometry.dtype],
+        fp8=config.kv_dtype == "fp8",
     )
     pool += state_bytes(geometry.states, num_rows=num_rows, num_places=max(config.batch_sizes))
     counted = geometry.kv_bytes_per_token * context + geometry.kv_fixed_bytes * num_rows
@@ -190,6 +195,15 @@ def _workspaces(
             note += ", and states that a decode step works on"
         yield Workspace("KV blocks", note, fixed_bytes=_rounding(geometry, config))
     yield from _expanded(geometry)
+    if config.kv_dtype is not None:
+        yield Workspace(
+            "KV codes",
+            "one layer's keys or values in eight bits, gathered for a later chunk of a prompt",
+            bytes_per_context_token=max(
+                layer.num_kv_heads * (max(layer.key_dim, layer.value_dim) + 1)
+                for layer in geometry.attention
+            ),
+        )
     if geometry.attention and config.max_batch > 1:
         # The planner counts the sampling of one row.
         more = (config.num_sampler_rows - 1) * geometry.vocab * SAMPLING_BYTES_PER_LOGIT

@@ -17,8 +17,9 @@ from transformers.cache_utils import Cache
 
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.attention import AttentionSwitch
-from hotset.runtime.kv_cache import KVCache, PrefillStep
+from hotset.runtime.kv_cache import KVCache
 from hotset.runtime.kv_pool import KVPool
+from hotset.runtime.kv_prefill import PrefillStep
 from hotset.runtime.moe import MATCH_TOKENS
 from hotset.runtime.steps import Steps
 

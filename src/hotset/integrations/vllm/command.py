@@ -70,6 +70,8 @@ def command_line(
     line += ["--additional-config", json.dumps({"hotset": given})]
     if config.dtype is not None:
         line += ["--dtype", config.dtype]
+    if config.kv_dtype is not None:
+        line += ["--kv-cache-dtype", config.kv_dtype]
     line.append("--enable-prefix-caching" if config.prefix_reuse else "--no-enable-prefix-caching")
     if not (config.graphs and config.compiled):
         line.append("--enforce-eager")
@@ -85,6 +87,7 @@ def command_line(
 def _check(config: EngineConfig, listening: Listening) -> None:
     for option, is_set in (
         ("--batch-invariant", config.batch_invariant),
+        ("--lossless", config.lossless),
         ("--profile", config.profile is not None),
         ("--prefill-share", config.prefill_share != EngineConfig.prefill_share),
         ("--strict", config.strict),

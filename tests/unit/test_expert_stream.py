@@ -114,6 +114,27 @@ def test_what_is_here_already_is_computed_on_before_the_routing_is_known() -> No
     assert store.ring.num_idle == 2
 
 
+def test_what_comes_last_is_sent_for_behind_the_first_group() -> None:
+    """Its buffer is free again: the link need not wait until all that is here is given out."""
+    store = make_store(layers(8, 8), staging_records=6, num_buffers=3)
+    stream, size = ExpertStream(store), store.layers[0].expert.record_bytes
+    stream.prefetch(1)
+    before = store.ring.copied_bytes
+    asked: list[int] = []
+
+    def need() -> Need:
+        asked.append(1)
+        return used(store, range(8), 1)()
+
+    with stream.groups(1, need) as groups:
+        stops = []
+        for number, group in enumerate(groups):
+            stops.append(group.stop)
+            assert len(asked) == min(number, 1), "once, while the first is computed on"
+            assert store.ring.copied_bytes - before == min(number, 1) * 2 * size
+    assert stops == [2, 4, 6, 8]
+
+
 def test_a_layer_that_fits_a_buffer_needs_no_routing_at_all() -> None:
     store = make_store(layers(8, 8), 4, staging_records=8)
     store.place(resident(store, {1: [1, 5, 6, 7]}))

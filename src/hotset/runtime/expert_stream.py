@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -106,8 +107,8 @@ class ExpertStream:
     def groups(self, layer: int, need: Callable[[], Need]) -> Iterator[Iterator[Group]]:
         """All experts of a layer, group by group in ascending id.
 
-        A group is valid until the next one is asked for; that happens on the current stream. What
-        is here already comes first, before anything is asked of `need`.
+        A group is valid until the next one is asked for; that happens on the current stream. The
+        first of what is here already comes before anything is asked of `need`.
 
         Args:
             layer: MoE layer.
@@ -121,15 +122,53 @@ class ExpertStream:
             yield groups
 
     def _all(self, layer: int, need: Callable[[], Need], early: deque[Staged]) -> Generator[Group]:
-        num_experts = self._store.layers[layer].num_experts
-        resident_E = self._store.placement.resident[layer, :num_experts]
+        """Every idle buffer is kept on its way ahead of the group that is computed on.
+
+        What the layer routes to is asked for as soon as one group of those that are here has been
+        given out: while the device computes on it, the host sees to what comes behind them.
+        """
+        resident_E = self._store.placement.resident[layer, : self._store.layers[layer].num_experts]
         here, first = self._early_ranges(early, resident_E)
-        yield from self._run(layer, here, early, goes_on=False)
-        known = need()
+        ahead, ranges = deque(early), deque(here)
+        todo: deque[tuple[int, ...]] = deque()
+        staged, goes_on = None, False
+        try:
+            for num_given in count():
+                if num_given == min(len(here), 1):
+                    later, goes_on = self._later(layer, need(), first, resident_E)
+                    ranges += later
+                    todo += [part.experts for part in later if part.experts]
+                if not ranges:
+                    break
+                while todo and self._ring.num_idle and (self._overlap or not ahead):
+                    if not self._overlap and self._store.device.type == "cuda":
+                        torch.cuda.synchronize(self._store.device)
+                    ahead.append(self._stage(layer, todo.popleft()))
+                if goes_on and not todo:
+                    self.prefetch(layer + 1)
+                part = ranges.popleft()
+                staged = ahead.popleft() if part.experts else None
+                if staged is not None:
+                    self._ring.wait(staged)
+                yield Group(part.first, part.stop, self._addresses(layer, part, staged), staged)
+                if staged is not None:
+                    self._ring.release(staged)
+                    staged = None
+            if goes_on:  # into buffers that were not idle before
+                self.prefetch(layer + 1)
+        finally:  # after an error, here or in the caller
+            for left in (*ahead, *([] if staged is None else [staged])):
+                self._ring.release(left)
+
+    def _later(
+        self, layer: int, known: Need, first: int, resident_E: BoolArray
+    ) -> tuple[list[_Range], bool]:
+        """Ranges of the experts from `first` on, and whether the next layer is expected to be as
+        this one."""
         missing = np.flatnonzero(known.used_E & ~resident_E & known.use_ring)
         ranges = self._ranges(layer, first, missing[missing >= first].tolist())
-        goes_on = known.use_ring and known.num_used >= PREFETCH_SHARE * num_experts
-        yield from self._run(layer, ranges, goes_on=goes_on and self._overlap)
+        all_used = known.num_used >= PREFETCH_SHARE * len(resident_E)
+        return ranges, known.use_ring and all_used and self._overlap
 
     @staticmethod
     def _early_ranges(early: Sequence[Staged], resident_E: BoolArray) -> tuple[list[_Range], int]:
@@ -146,38 +185,6 @@ class ExpertStream:
             ranges.append(_Range(first, stop, staged.experts))
             first = stop
         return ranges, first
-
-    def _run(
-        self, layer: int, ranges: Sequence[_Range], early: Sequence[Staged] = (), *, goes_on: bool
-    ) -> Generator[Group]:
-        """Keeps every idle buffer on its way ahead of the group that is computed on.
-
-        Args:
-            early: what is on its way already, of the first ranges.
-        """
-        ahead = deque(early)
-        todo = deque([part.experts for part in ranges if part.experts][len(early) :])
-        staged = None
-        try:
-            for part in ranges:
-                while todo and self._ring.num_idle and (self._overlap or not ahead):
-                    if not self._overlap and self._store.device.type == "cuda":
-                        torch.cuda.synchronize(self._store.device)
-                    ahead.append(self._stage(layer, todo.popleft()))
-                if goes_on and not todo:
-                    self.prefetch(layer + 1)
-                staged = ahead.popleft() if part.experts else None
-                if staged is not None:
-                    self._ring.wait(staged)
-                yield Group(part.first, part.stop, self._addresses(layer, part, staged), staged)
-                if staged is not None:
-                    self._ring.release(staged)
-                    staged = None
-            if goes_on:  # into buffers that were not idle before
-                self.prefetch(layer + 1)
-        finally:  # after an error, here or in the caller
-            for left in (*ahead, *([] if staged is None else [staged])):
-                self._ring.release(left)
 
     def _ranges(self, layer: int, first: int, missing: list[int]) -> list[_Range]:
         """Cuts the experts from `first` on so that what is missing of each range fits a buffer."""

@@ -123,7 +123,11 @@ def test_a_cpu_has_no_graphs_to_cut() -> None:
 
 @pytest.mark.parametrize(
     ("options", "flag"),
-    [({"batch_invariant": True}, "--batch-invariant"), ({"strict": True}, "--strict")],
+    [
+        ({"batch_invariant": True}, "--batch-invariant"),
+        ({"lossless": True}, "--lossless"),
+        ({"strict": True}, "--strict"),
+    ],
 )
 def test_what_vllm_has_no_like_of_is_refused(options: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):

@@ -16,22 +16,34 @@ from repository import script
 
 MEMORY = ["--context", "--device", "--dtype", "--prefill-chunk", "--ram", "--revision", "--vram"]
 SAMPLING = ["--min-p", "--seed", "--temperature", "--top-k", "--top-p"]
-ROWS = ["--batch-invariant", "--kv-dtype", "--kv-tokens", "--max-batch", "--no-batch-invariant"]
+ROWS = [
+    *("--batch-invariant", "--kv-dtype", "--kv-tokens", "--lossless", "--max-batch"),
+    "--no-batch-invariant",
+]
 
 FLAGS = {
     "hotset": ["--debug", "--version"],
     "hotset generate": [
         *MEMORY,
         *SAMPLING,
-        *("--chat", "--json", "--kernels", "--kv-dtype", "--max-tokens", "--no-strict"),
+        *("--chat", "--json", "--kernels", "--kv-dtype", "--lossless", "--max-tokens"),
+        "--no-strict",
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
         *("--profile", "--prompt-file", "--record", "--strict"),
         *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
     ],
     "hotset chat": [
         *MEMORY,
-        *("--api-key", "--history", "--json", "--kernels", "--max-tokens", "--policy", "--seed"),
-        *("--system", "--temperature", "--top-p"),
+        *(
+            "--api-key",
+            "--history",
+            "--json",
+            "--kernels",
+            "--lossless",
+            "--max-tokens",
+            "--policy",
+        ),
+        *("--seed", "--system", "--temperature", "--top-p"),
     ],
     "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset serve": [
@@ -50,7 +62,7 @@ FLAGS = {
         *("--no-prefix-reuse", "--no-strict", "--policy", "--port", "--prefill-share"),
         *("--prefix-reuse", "--profile", "--record", "--served-name", "--strict"),
     ],
-    "hotset verify": [*MEMORY, "--json", "--kernels", "--text"],
+    "hotset verify": [*MEMORY, "--json", "--kernels", "--lossless", "--text"],
     "hotset simulate": [
         *("--domain", "--experts", "--half-life", "--json", "--plot", "--policy", "--prior-weight"),
         *("--device", "--dtype", "--ram", "--revision", "--text", "--tokens", "--trace", "--vram"),

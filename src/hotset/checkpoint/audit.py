@@ -4,7 +4,7 @@ The loader reads files itself and writes rows where they belong. The audit reads
 safetensors library, always runs the library's own conversion, rearranges by indexing, and compares
 bytes. Quantised weights are unpacked on both sides, from the files by the published formula and
 from the record by the kernels' specification, and their values compared. It shares neither the
-reading nor the placing with what it checks.
+reading nor the placing with what it checks. Lossless weights are unpacked and compared as bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hotset.checkpoint.packed import PackedEntry
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.record_formats import is_ordered
 from hotset.core.geometry import ExpertSpec
-from hotset.kernels.dequantise import dequantise_matrix
+from hotset.kernels.dequantise import dequantise_matrix, unpack_lossless
 
 # (layer, expert) -> views of the record's fields by name
 Fields = Callable[[int, int], dict[str, torch.Tensor]]
@@ -144,6 +144,9 @@ def _agrees(
     mine: list[ExpertPiece],
 ) -> bool:
     name = param.field
+    if f"{name}_exponent" in record:
+        unpacked = unpack_lossless(record, name, columns=want.shape[1])
+        return _same_bytes(want.to(unpacked.dtype), unpacked)
     if f"{name}_scale" not in record:
         return _same_bytes(want.to(record[name].dtype), record[name])
     is_up = name == "up"

@@ -2,13 +2,15 @@
 
 Knows where the bytes of an expert are and how a record wants them (gate rows, then up rows, each
 [out, in]); knows nothing of where records live: `destination` hands out views. Host memory beyond
-those views is one piece a thread, or one expert's pieces where the library must convert them.
+those views is one piece a thread (two where it is packed), or one expert's pieces where the library
+must convert them.
 
-Four routes:
+Four routes, and a last step behind the first three where the record's fields are lossless:
     read        the file's rows are the record's rows: read straight into it
     rearrange   transposed, interleaved or of another dtype: read to scratch, one copy
     convert     the library's own operations, run on one expert; quantised pieces are dequantised
     pack        codes and companions of quantised weights, by `packing`
+    lossless    rows of BF16 weights, read beside the record, by `lossless`
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
+from hotset.checkpoint.lossless import pack_lossless
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, one_of_all, read_packed
 from hotset.checkpoint.packing import pack
@@ -33,9 +36,10 @@ from hotset.checkpoint.params import as_in_module
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
 
+Fields = dict[str, torch.Tensor]
 # (layer, expert) -> writable views of the record's fields by name. Called from several threads
 # and several times for a record.
-Destination = Callable[[int, int], dict[str, torch.Tensor]]
+Destination = Callable[[int, int], Fields]
 # (bytes done, bytes in total); called in the caller's thread, a few times a second.
 Progress = Callable[[int, int], None]
 
@@ -151,8 +155,15 @@ class _Crew:
         if job.kind is Kind.PACK:
             self._pack(job, fields)
             return
+        if f"{param.field}_exponent" in fields:
+            self._pack_lossless(job, fields, scratch)
+            return
         field = fields[param.field]
-        rows = as_in_module(field if job.rows is None else field[job.rows], param)
+        self._fill(job, field if job.rows is None else field[job.rows], scratch)
+
+    def _fill(self, job: Job, field: torch.Tensor, scratch: _Scratch) -> None:
+        """Fills rows of a plain field."""
+        rows = as_in_module(field, job.piece.param)
         if job.kind is Kind.CONVERT:
             self._convert(job, rows)
             return
@@ -168,7 +179,23 @@ class _Crew:
         if not self._reader.read_finite(source.entry.file, source.offset, destination):
             raise not_finite(source.entry)
 
-    def _pack(self, job: Job, fields: dict[str, torch.Tensor]) -> None:
+    def _pack_lossless(self, job: Job, fields: Fields, scratch: _Scratch) -> None:
+        """Fills rows of a lossless matrix: as plain ones beside the record first."""
+        param = job.piece.param
+        _, num_rows, columns = param.as_linear().shape
+        rows = job.rows or slice(0, num_rows)
+        weights = scratch.rows(rows.stop - rows.start, columns)
+        self._fill(job, weights, scratch)
+        weights = weights.to(fields[param.field].device)
+        if not pack_lossless(weights, fields, param.field, first_row=rows.start):
+            entry = job.sources[0].entry
+            raise CheckpointError(
+                f"tensor `{entry.name}` in `{entry.file}` does not fit the lossless format: the "
+                f"weights of expert {job.expert} are of too many orders of magnitude side by side",
+                hint="leave `--lossless` out",
+            )
+
+    def _pack(self, job: Job, fields: Fields) -> None:
         """Files are read into host memory: a record elsewhere gets its fields from there. Only
         those of this projection: another thread may be at the other one's."""
         name = job.piece.param.field
@@ -212,15 +239,22 @@ class _Crew:
 
 
 class _Scratch:
-    """One thread's reading buffer; grows to the largest piece."""
+    """One thread's buffers, for reading and for rows to pack; each grows to the largest piece."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._weights = torch.empty(0, dtype=torch.bfloat16)
 
     def take(self, source: Source) -> torch.Tensor:
         if len(self._bytes) < source.nbytes:
             self._bytes = torch.empty(source.nbytes, dtype=torch.uint8)
         return self._bytes[: source.nbytes].view(source.dtype).view(source.shape)
+
+    def rows(self, num_rows: int, columns: int) -> torch.Tensor:
+        size = num_rows * columns
+        if len(self._weights) < size:
+            self._weights = torch.empty(size, dtype=torch.bfloat16)
+        return self._weights[:size].view(num_rows, columns)
 
 
 def _in_host_memory(record: torch.Tensor) -> bool:

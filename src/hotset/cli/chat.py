@@ -29,6 +29,7 @@ from hotset.cli.options import (
     Dtype,
     Json,
     KernelsOption,
+    Lossless,
     PolicyOption,
     PrefillChunk,
     Ram,
@@ -83,6 +84,7 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    lossless: Lossless = False,
     kernels: KernelsOption = None,
     revision: Revision = None,
     policy: PolicyOption = None,
@@ -110,6 +112,8 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
         "revision": revision,
         "policy": policy,
     }
+    if lossless:  # a flag that is not set is not one for the other kind of target either
+        engine["lossless"] = True
     lines = lines_of_terminal(history)
     with closing(_source(target, engine, api_key)) as source:
         Talk(source, request, system=system, as_json=as_json).run(lines)

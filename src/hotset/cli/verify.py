@@ -16,6 +16,7 @@ from hotset.cli.options import (
     Dtype,
     Json,
     KernelsOption,
+    Lossless,
     ModelArgument,
     PrefillChunk,
     Ram,
@@ -25,6 +26,7 @@ from hotset.cli.options import (
 )
 from hotset.cli.progress import loading_bar
 from hotset.cli.text import read_text
+from hotset.core.lossless import with_lossless
 from hotset.core.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    lossless: Lossless = False,
     kernels: KernelsOption = None,
     revision: Revision = None,
     text: Annotated[
@@ -66,6 +69,7 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
         dtype=dtype,
         context=context,
         prefill_chunk=prefill_chunk,
+        lossless=lossless,
         kernels=kernels,
         revision=revision,
         poison=True,
@@ -111,7 +115,8 @@ def _with_slots(config: EngineConfig, source: CheckpointWeights) -> EngineConfig
     if config.vram_bytes is not None or choose_device(config.device).type != "cpu":
         return config
     _, plan = plan_engine(source.geometry, config)
-    vram_bytes = plan.device.total_bytes + source.geometry.expert_bytes // 2
+    geometry = with_lossless(source.geometry, config.lossless)
+    vram_bytes = plan.device.total_bytes + geometry.expert_bytes // 2
     typer.echo(
         f"using `--vram {format_bytes(vram_bytes)}`: slots for half of the experts", err=True
     )

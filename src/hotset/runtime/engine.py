@@ -22,6 +22,7 @@ from hotset.core.closing import Closing
 from hotset.core.config import EngineConfig
 from hotset.core.errors import RequestError, explain_out_of_memory
 from hotset.core.hardware import Machine
+from hotset.core.lossless import with_lossless
 from hotset.core.placement import Placement
 from hotset.core.plan import MemoryPlan
 from hotset.core.request import SamplingParams, check_length
@@ -84,7 +85,7 @@ class Engine(Closing):
         progress: Progress | None = None,
     ) -> None:
         self.config = config
-        self.geometry = source.geometry
+        self.geometry = with_lossless(source.geometry, config.lossless)
         self.device = choose_device(config.device)
         self.machine, plan = planned or plan_engine(source.geometry, config)
         self.plan = plan.require_fit()

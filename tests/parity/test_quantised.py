@@ -273,6 +273,22 @@ def test_a_published_checkpoint_is_the_same_in_every_placement(published: Publis
         assert torch.equal(engine.logits(ids), want)
 
 
+def test_formats_declared_in_hf_quant_config_alone(shared: Path, tmp_path: Path) -> None:
+    """Older exports of ModelOpt leave `config.json` as it was; the weights are the same."""
+    folder = shared / "models" / "quantised"
+    for path in (folder / "modelopt-nvfp4-hfq").iterdir():
+        source = folder / "modelopt-nvfp4" if path.suffix == ".safetensors" else path.parent
+        (tmp_path / path.name).symlink_to(source / path.name)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    logits = []
+    for name in (folder / "modelopt-nvfp4", tmp_path):
+        family = Family(name, CheckpointWeights(str(name), dtype="float32"))
+        assert {layer.expert.up_format.name for layer in family.source.geometry.layers} == {"nvfp4"}
+        with family.engine() as engine:
+            logits.append(engine.logits(text(16)))
+    assert torch.equal(*logits)
+
+
 def test_wrong_nibbles_scales_and_global_scales_show(published: Published) -> None:
     """The control: one projection of one layer is read wrongly, one fault at a time."""
     engine = published.engine

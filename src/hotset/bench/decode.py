@@ -92,6 +92,8 @@ class DecodeBench:
         self, run: DecodeRun, cases: Sequence[DecodeCase], offloaded: OffloadedDecode | None
     ) -> Iterator[Row]:
         self._layer_us = self._measured_layer_us(run)
+        name = self._name(run, "a decoder layer without experts")
+        yield self._row(name, "time beyond its bytes", "us", [self._layer_us])
         none = self._measure(run, NO_CACHE)
         static: dict[float, Measured] = {}
         if offloaded is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import PluggableLayer
@@ -22,21 +22,19 @@ from vllm.model_executor.layers.fused_moe.config import (
 )
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.utils import set_weight_attrs
 
-from hotset.core.errors import ConfigError
 from hotset.core.geometry import MoELayer
 from hotset.integrations.vllm import cpu_routing, records
 from hotset.integrations.vllm.config import KEY, PluginConfig
+from hotset.integrations.vllm.graphs import HotsetRunner, leave_graphs
 from hotset.integrations.vllm.metrics import serve_counts
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.op import routed_experts
 from hotset.integrations.vllm.refusals import check_engine, check_layer
 
 logger = init_logger("vllm.hotset")  # vLLM shows what is logged below its own name
-
-# vLLM's own ops around a layer of experts: where the graphs of a piecewise capture are cut.
-MOE_OPS = ("vllm::moe_forward", "vllm::moe_forward_shared")
 
 
 class HotsetMethod(FusedMoEMethodBase):
@@ -151,45 +149,31 @@ def model_of(vllm_config: VllmConfig, config: PluginConfig) -> ModelExperts:
     return model
 
 
-def leave_graphs(vllm_config: VllmConfig) -> None:
-    """Cuts the pieces of a captured forward at the experts, whose host half waits for routed ids.
-
-    Raises:
-        ConfigError: whole forwards are to be captured.
-    """
-    compilation = vllm_config.compilation_config
-    mode = compilation.cudagraph_mode
-    if mode is None or mode == CUDAGraphMode.NONE:
-        return
-    if mode != CUDAGraphMode.PIECEWISE:
-        raise ConfigError(
-            f"`cudagraph_mode` is {mode.name}, and hotset's experts cannot be part of a graph",
-            hint='add `--compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'`',
-        )
-    ops = compilation.splitting_ops or []
-    compilation.splitting_ops = [*ops, *(op for op in MOE_OPS if op not in ops)]
-
-
 def take_place() -> None:
-    """Registers a replacement for vLLM's layer of routed experts and for each subclass of it,
-    those included that a model's module defines later."""
-    PluggableLayer.register_oot(name=RoutedExperts.__name__)(HotsetExperts)
-    for cls in _subclasses(RoutedExperts):
-        _replace(cls)
-
-    def define(cls: type[RoutedExperts], /, **kwargs: Any) -> None:
-        super(RoutedExperts, cls).__init_subclass__(**kwargs)
-        _replace(cls)
-
-    RoutedExperts.__init_subclass__ = classmethod(define)
+    """Registers replacements for vLLM's layer of routed experts, for its runner, and for each
+    subclass of them, those included that a model's module defines later."""
+    for stock, ours in ((RoutedExperts, HotsetExperts), (MoERunner, HotsetRunner)):
+        _take_place_of(stock, ours)
 
 
-def _replace(cls: type[RoutedExperts]) -> None:
-    if not issubclass(cls, HotsetExperts):
-        mixed = type(f"Hotset{cls.__name__}", (HotsetExperts, cls), {})
+def _take_place_of(stock: Any, ours: type[PluggableLayer]) -> None:
+    PluggableLayer.register_oot(name=stock.__name__)(ours)
+    for cls in _subclasses(stock):
+        _replace(cls, ours)
+
+    def define(cls: type[PluggableLayer], /, **kwargs: Any) -> None:
+        super(stock, cls).__init_subclass__(**kwargs)
+        _replace(cls, ours)
+
+    stock.__init_subclass__ = classmethod(define)
+
+
+def _replace(cls: type[PluggableLayer], ours: type[PluggableLayer]) -> None:
+    if not issubclass(cls, ours):
+        mixed = type(f"Hotset{cls.__name__}", (ours, cls), {})
         PluggableLayer.register_oot(name=cls.__name__)(mixed)
 
 
-def _subclasses(cls: type[RoutedExperts]) -> list[type[RoutedExperts]]:
+def _subclasses(cls: type[PluggableLayer]) -> list[type[PluggableLayer]]:
     own = cls.__subclasses__()
     return [*own, *(below for one in own for below in _subclasses(one))]

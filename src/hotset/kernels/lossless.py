@@ -245,7 +245,7 @@ def lossless_row_sums(
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Dot products of `vector` with `rows`: [ROWS] FP32, in the order of `moe_decode._row_sums`.
+    """Dot products of `vector` with `rows`: [ROWS] FP32, in the order of `plain.plain_row_sums`.
 
     Args:
         header, group, codes: see `first_groups`.

@@ -22,12 +22,10 @@ from hotset.core.geometry import ExpertSpec
 from hotset.kernels.dependent import dependent_launch, wait_for_previous, waiting_launch
 from hotset.kernels.device import (
     apply_gate,
-    field_pointer,
     gate_constants,
     is_interpreted,
     load_bias,
     load_tile,
-    load_weights,
     round_to,
     up_rows,
 )
@@ -41,6 +39,7 @@ from hotset.kernels.launch import (
 )
 from hotset.kernels.lossless import first_groups, lossless_row_sums
 from hotset.kernels.packed import Matrix, input_columns, packed_tile
+from hotset.kernels.plain import first_weights, plain_row_sums
 
 
 @triton.jit
@@ -53,58 +52,6 @@ def _fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl
         repeats = tl.sum((earlier == expert).to(tl.int32), 0)
         fill = tl.where(repeats == 0, tl.load(fill_E + expert), fill)
     return fill
-
-
-@triton.jit
-def _first_weights(
-    record, rows, inside, M: tl.constexpr, DTYPE: tl.constexpr, COLS: tl.constexpr, WHOLE_ROWS
-):
-    """The first columns of `rows` of a plain matrix: [ROWS, COLS]."""
-    weights = field_pointer(record, M.offset, DTYPE)
-    cols = tl.arange(0, COLS)
-    whole: tl.constexpr = WHOLE_ROWS and M.columns % COLS == 0
-    tile = inside[:, None] & (cols < M.columns)[None, :]
-    return load_tile(weights + rows[:, None] * M.columns + cols[None, :], tile, whole)
-
-
-@triton.jit
-def _row_sums(
-    vector,
-    record,
-    fill,
-    rows,
-    inside,
-    first_weights,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
-    FILL: tl.constexpr,
-):
-    """Dot products of `vector` with `rows` of a plain matrix of a record: [ROWS] FP32.
-
-    Args:
-        first_weights: see `_first_weights`.
-    """
-    weights = field_pointer(record, M.offset, vector.dtype.element_ty)
-    slot = field_pointer(fill, M.offset, vector.dtype.element_ty)
-    whole_cols: tl.constexpr = M.columns % COLS == 0
-    whole: tl.constexpr = WHOLE_ROWS and whole_cols
-    cols = tl.arange(0, COLS)
-    if FILL:  # noqa: SIM102 (known when compiled; the inner one is not)
-        if fill != 0:
-            tile = inside[:, None] & (cols < M.columns)[None, :]
-            tl.store(slot + rows[:, None] * M.columns + cols[None, :], first_weights, mask=tile)
-    v = load_tile(vector + cols, cols < M.columns, whole_cols)
-    acc = first_weights.to(tl.float32) * v.to(tl.float32)[None, :]
-    for first in range(COLS, M.columns, COLS):
-        cols = first + tl.arange(0, COLS)
-        offsets = rows[:, None] * M.columns + cols[None, :]
-        tile = inside[:, None] & (cols < M.columns)[None, :]
-        v = load_tile(vector + cols, cols < M.columns, whole_cols)
-        w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
-        acc += w.to(tl.float32) * v.to(tl.float32)[None, :]
-    return tl.sum(acc, 1)
 
 
 @triton.jit
@@ -121,7 +68,7 @@ def _packed_row_sums(
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`_row_sums` of a quantised matrix: a word's products are added first, within a thread."""
+    """`plain_row_sums` of a quantised matrix: a word's products are added first, in a thread."""
     words: tl.constexpr = COLS // M.per_word
     acc = tl.zeros((ROWS, words), tl.float32)
     for first in range(0, M.columns, COLS):
@@ -171,6 +118,7 @@ def _up_kernel(
     UP_CAP: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    AHEAD: tl.constexpr,
     FILL: tl.constexpr,
     INTERPRET: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -188,13 +136,13 @@ def _up_kernel(
     first = tl.program_id(0) * units
     rows, inside = up_rows(first, INTER, ROWS, GATED)
     if M.codes == "plain":
-        w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+        w = first_weights(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     elif M.codes == "lossless":
         header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
     wait_for_previous(DEPENDENT)
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
     if M.codes == "plain":
-        u = _row_sums(x_H, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
+        u = plain_row_sums(x_H, record, fill, rows, inside, w, M, ROWS, COLS, whole, AHEAD, FILL)
     elif M.codes == "lossless":
         u = lossless_row_sums(
             x_H,
@@ -240,6 +188,7 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    AHEAD: tl.constexpr,
     FILL: tl.constexpr,
     ZERO_ABSENT: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -260,15 +209,15 @@ def _down_kernel(
     dtype: tl.constexpr = h_KI.dtype.element_ty
     whole: tl.constexpr = HIDDEN % ROWS == 0
     if M.codes == "plain":
-        w = _first_weights(record, rows, inside, M, dtype, COLS, whole)
+        w = first_weights(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     elif M.codes == "lossless":
         header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
-    wait_for_previous(DEPENDENT)
+    # What the match wrote is there already: the first projection has waited for it.
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
-
+    wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
     if M.codes == "plain":
-        y = _row_sums(h_I, record, fill, rows, inside, w, M, ROWS, COLS, whole, FILL)
+        y = plain_row_sums(h_I, record, fill, rows, inside, w, M, ROWS, COLS, whole, AHEAD, FILL)
     elif M.codes == "lossless":
         y = lossless_row_sums(
             h_I,
@@ -372,6 +321,7 @@ def _projection(
         "BIAS": offset.get(f"{name}_bias", 0),
         "ROWS": tile.rows,
         "COLS": tile.cols,
+        "AHEAD": tile.stages,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -33,7 +33,8 @@ FOLDER --machine NAME` does for a folder with a config. `experts` is what the ro
 `resident` all else, in GiB: in BF16, and with the experts in INT4 with a BF16 scale for 32 weights.
 A cell has slots, share of all experts, predicted tokens per
 second of one row in the middle of an answer of 512 tokens, and seconds until the first token of a
-prompt of 4,096; or what host memory would be needed. Context and chunk are what the planner picks.
+prompt of 4,096; or the least host memory that would do, every slot then its expert's only place.
+Context, chunk and staging ring are what the planner picks.
 
 Nothing here was measured: rates of these two machines are mostly estimated or from datasheets
 (`src/hotset/data/machines`), and the hit rate is the mean of three other models. Vision and audio

@@ -146,6 +146,29 @@ def fp8(block: tuple[int, int] | None, *, name: str, dtype: torch.dtype, **confi
     return Dialect(config, make)
 
 
+def int8(*, packed: bool, size: int = 0) -> Dialect:
+    """A scale for each row, or for `size` values of one."""
+
+    def make(rows: int, columns: int, rng: torch.Generator) -> tuple[Group, torch.Tensor]:
+        codes = torch.randint(-128, 128, (rows, columns), generator=rng)
+        scale = _scales(rows, columns // (size or columns), rng, 0.001).to(torch.bfloat16)
+        matrix = codes.float() * scale.float().repeat_interleave(size or columns, 1)
+        if not packed:
+            return {"weight": codes.to(torch.int8), "weight_scale": scale}, matrix
+        fours = (codes + 128).unflatten(1, (-1, 4))
+        word = sum(fours[..., place] << (8 * place) for place in range(4))
+        group = {
+            "weight_packed": torch.as_tensor(word).to(torch.int32),
+            "weight_scale": scale,
+            "weight_shape": torch.tensor([rows, columns]),
+        }
+        return group, matrix
+
+    weights = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights |= {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    return Dialect(_compressed("pack-quantized" if packed else "int-quantized", weights), make)
+
+
 def nvfp4(*, compressed: bool) -> Dialect:
     def make(rows: int, columns: int, rng: torch.Generator) -> tuple[Group, torch.Tensor]:
         codes = _codes(rows, columns, rng)

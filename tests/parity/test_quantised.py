@@ -24,7 +24,7 @@ from hotset.checkpoint.audit import audit_records
 from hotset.runtime.engine import Engine
 from hotset.runtime.verify import logit_bound, placements
 from hotset.runtime.weights import CheckpointWeights
-from quantised import DIALECTS, E2M1, EXPERT, Dialect, fp8, pairs, quantise_folder
+from quantised import DIALECTS, E2M1, EXPERT, Dialect, fp8, int8, pairs, quantise_folder
 from vocabulary import save_words
 
 NUM_PROMPT, NUM_ANSWER = 24, 8
@@ -84,11 +84,11 @@ def answer(engine: Engine, ids: list[int]) -> list[int]:
     return [step.token_id for step in steps]
 
 
-def check(pair: Pair) -> None:
+def check(pair: Pair, *, dequantised: bool = False) -> None:
     """Logits of a text, a greedy answer, all placements, and every record."""
     ids = text(NUM_PROMPT)
     with pair.packed.engine() as engine:
-        assert not all(layer.expert.is_plain for layer in engine.geometry.layers)
+        assert all(layer.expert.is_plain for layer in engine.geometry.layers) == dequantised
         want = stock_logits(pair.stock, ids)
         got = engine.logits(ids)
         assert difference(got, want) <= logit_bound(engine, want)
@@ -105,6 +105,14 @@ def test_a_family_in_its_published_format(
     model_type: str, experts: str, attention: str | None, tmp_path: Path
 ) -> None:
     check(both(model_type, tmp_path, DIALECTS[experts], DIALECTS[attention] if attention else None))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_int8_is_dequantised(packed: bool, tmp_path: Path) -> None:
+    """No record holds it: the weights are plain ones, of the experts and of all else."""
+    dialect = int8(packed=packed, size=16 if packed else 0)
+    pair = both("qwen3_moe", tmp_path, dialect, None)
+    check(pair, dequantised=True)
 
 
 def test_gpt_oss_as_it_is_published(tmp_path: Path) -> None:

@@ -214,9 +214,9 @@ def test_gptq_without_a_config_is_refused(tmp_path: Path) -> None:
 
 def test_other_widths_are_refused(tmp_path: Path) -> None:
     group, _ = make(DIALECTS["int4"])
-    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 16}
+    weights = {"num_bits": 2, "type": "int", "strategy": "group", "group_size": 16}
     config = {**DIALECTS["int4"].config, "config_groups": {"g": {"weights": weights}}}
-    with pytest.raises(CheckpointError, match="packed with 8 bits a value"):
+    with pytest.raises(CheckpointError, match="packed with 2 bits a value"):
         save(tmp_path, group, config).fold()
 
 

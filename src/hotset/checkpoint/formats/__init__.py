@@ -10,6 +10,7 @@ from hotset.checkpoint.formats.base import Group, MatrixFormat, located
 from hotset.checkpoint.formats.fp8 import Fp8
 from hotset.checkpoint.formats.gptq import Gptq
 from hotset.checkpoint.formats.int4 import Int4
+from hotset.checkpoint.formats.int8 import Int8
 from hotset.checkpoint.formats.mxfp4 import Mxfp4
 from hotset.checkpoint.formats.nvfp4 import Nvfp4
 from hotset.checkpoint.quantised import Declared
@@ -17,7 +18,7 @@ from hotset.core.errors import CheckpointError
 from hotset.core.formats import PLAIN, WeightFormat
 
 # The more particular first: what a config means before tensors are seen is the first that agrees.
-FORMATS: tuple[type[MatrixFormat], ...] = (Mxfp4, Nvfp4, Int4, Gptq, Awq, Fp8)
+FORMATS: tuple[type[MatrixFormat], ...] = (Mxfp4, Nvfp4, Int8, Int4, Gptq, Awq, Fp8)
 
 # All suffixes that tensors of quantised matrices have.
 SUFFIXES = frozenset(

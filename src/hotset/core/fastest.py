@@ -1,13 +1,9 @@
 """Chooses the staging ring, the prefill chunk and the slots beside them by predicted time, where a
-speed is known.
+speed is known: what a request of the workload takes together decides.
 
-A longer ring lets the link be further ahead while attention runs, and has fewer groups to launch;
-it takes slots away. Where chunks run one after the other, a longer one streams the cold experts
-fewer times, and takes slots away too. What a request of the workload takes together decides.
-
-What speed does not choose: the context, which is what a user can do and not how fast (its price is
-said); chunks that run together, and the sizes of captured steps, as both change low bits of an
-answer, and no bit may depend on a measured rate.
+Speed does not choose the context, which is what a user can do and not how fast (its price is said),
+nor chunks that run together or the sizes of captured steps: they change low bits of an answer, and
+no bit may depend on a measured rate.
 """
 
 from __future__ import annotations
@@ -108,7 +104,11 @@ def context_price(
 
 
 def _candidates(charges: Charges, request: PlanRequest, sizes: Sizes) -> Iterator[Sizes]:
-    """Rings, then chunks, of the same context; their slots are yet to be found."""
+    """Rings, then chunks, of the same context; their slots are yet to be found.
+
+    A longer ring lets the link be further ahead while attention runs, and has fewer groups to
+    launch; a longer chunk that runs alone streams the cold experts fewer times. Both take slots.
+    """
     chunks, rings = [sizes.prefill_chunk], [sizes.staging_records]
     if request.prefill_chunk is None and not charges.joins_chunks:
         chunks = _chunks(sizes.context_tokens)

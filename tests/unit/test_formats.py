@@ -18,7 +18,7 @@ from hotset.checkpoint.quantised import Declared
 from hotset.checkpoint.reader import ShardReader
 from hotset.core.errors import CheckpointError
 from hotset.kernels.dequantise import dequantise_matrix
-from quantised import DIALECTS, Dialect, Group, compressed_int4, pairs, words
+from quantised import DIALECTS, Dialect, Group, compressed_int4, int8, pairs, words
 
 ROWS, COLUMNS = 40, 56  # whole words of eight, and no multiple of any group or block
 
@@ -217,6 +217,26 @@ def test_other_widths_are_refused(tmp_path: Path) -> None:
     weights = {"num_bits": 2, "type": "int", "strategy": "group", "group_size": 16}
     config = {**DIALECTS["int4"].config, "config_groups": {"g": {"weights": weights}}}
     with pytest.raises(CheckpointError, match="packed with 2 bits a value"):
+        save(tmp_path, group, config).fold()
+
+
+def test_words_of_mixed_widths_are_told_apart_by_their_groups(tmp_path: Path) -> None:
+    """Experts in INT4, attention in INT8, both packed into words: a config speaks of both."""
+    eight, four = int8(packed=True), DIALECTS["int4"]
+    groups = [d.config["config_groups"]["group_0"] for d in (eight, four)]
+    config = {**four.config, "config_groups": {"a": groups[0], "b": groups[1]}}
+    for dialect, label in ((eight, "INT8"), (four, "INT4 of compressed-tensors")):
+        group, matrix = make(dialect)
+        saved = save(tmp_path, group, config)
+        assert saved.fold().format.label == label
+        assert torch.equal(saved.weight(), matrix)
+
+
+def test_a_group_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    group, _ = make(DIALECTS["int4"])
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": "16"}
+    config = {**DIALECTS["int4"].config, "config_groups": {"g": {"weights": weights}}}
+    with pytest.raises(CheckpointError, match="a `group_size` of `'16'`, expected a whole"):
         save(tmp_path, group, config).fold()
 
 

@@ -210,6 +210,23 @@ def group_size(scales: TensorEntry, *, columns: int, groups: int, declared: Iter
     )
 
 
+def size_of(weights: Mapping[str, object]) -> int:
+    """The group size of one of compressed-tensors' `weights`; -1 is whole rows.
+
+    Raises:
+        CheckpointError: it is no number.
+    """
+    size = weights.get("group_size")
+    if size is None:
+        return -1
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise CheckpointError(
+            f"`quantization_config` has a `group_size` of `{size!r}`, expected a whole number",
+            hint="fetch the `config.json` that belongs to these files",
+        )
+    return size or -1
+
+
 def declared_group(size: object) -> int | None:
     """A group size as a config says it; `None` for whole rows.
 

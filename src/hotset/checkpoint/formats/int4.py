@@ -23,6 +23,7 @@ from hotset.checkpoint.formats.base import (
     expect,
     group_size,
     located,
+    size_of,
 )
 from hotset.checkpoint.formats.bits import bytes_of_nibbles, nibbles_of_words
 from hotset.checkpoint.index import TensorEntry
@@ -74,7 +75,7 @@ class Int4(MatrixFormat):
             expect(group["weight_zero_point"], (-(-rows // 8), groups), ("int32",))
         if "weight_g_idx" in group:
             expect(group["weight_g_idx"], (columns,), ("int32", "int64"))
-        sizes = [values.get("group_size") or -1 for values in weights]
+        sizes = [size_of(values) for values in weights]
         size = group_size(scales, columns=columns, groups=groups, declared=sizes)
         zeros, ordered = "weight_zero_point" in group, "weight_g_idx" in group
         return cls((rows, columns), size, scales.dtype, zeros, ordered)

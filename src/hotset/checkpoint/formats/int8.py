@@ -14,7 +14,15 @@ from typing import Self
 
 import torch
 
-from hotset.checkpoint.formats.base import Group, MatrixFormat, Naming, Tensors, expect, located
+from hotset.checkpoint.formats.base import (
+    Group,
+    MatrixFormat,
+    Naming,
+    Tensors,
+    expect,
+    located,
+    size_of,
+)
 from hotset.checkpoint.formats.bits import spread
 from hotset.checkpoint.index import TensorEntry
 from hotset.checkpoint.quantised import Declared
@@ -52,10 +60,10 @@ class Int8(MatrixFormat):
     @classmethod
     def recognise(cls, group: Group, declared: Declared | None) -> Self | None:
         naming = _CODES if _CODES.fits(group) else _PACKED
-        if naming is _PACKED and not declares_only_eight_bits(declared):
-            return None
         codes, scales = group[naming.codes], group["weight_scale"]
         expect(codes, (None, None))
+        if naming is _PACKED and not _has_eight_bits(codes, scales, declared):
+            return None
         expect(scales, scales.shape, _SCALE_DTYPES)
         rows, columns = codes.shape[0], codes.shape[1] * (_PER_WORD if naming is _PACKED else 1)
         _require_groups(scales, rows, columns)
@@ -63,7 +71,8 @@ class Int8(MatrixFormat):
 
     @classmethod
     def declared_weights(cls, declared: Declared) -> WeightFormat | None:
-        return PLAIN if declares_only_eight_bits(declared) else None
+        widths = {(values.get("num_bits"), values.get("type")) for values in declared.weight_groups}
+        return PLAIN if widths == {(8, "int")} else None
 
     @property
     def weights(self) -> WeightFormat:
@@ -93,11 +102,21 @@ class Int8(MatrixFormat):
         return tensors["weight_scale"].float().abs() * (_OFFSET - 1)
 
 
-def declares_only_eight_bits(declared: Declared | None) -> bool:
-    """Whether a config speaks of integers of 8 bits, and of no other width."""
+def _has_eight_bits(codes: TensorEntry, scales: TensorEntry, declared: Declared | None) -> bool:
+    """Whether words hold four codes and not eight: by the widths that a config speaks of and, of
+    several, by the one whose groups are as many as the scales."""
     weights = declared.weight_groups if declared else ()
-    kinds = {(values.get("num_bits"), values.get("type")) for values in weights}
-    return kinds == {(8, "int")}
+    widths = {values.get("num_bits") for values in weights}
+    if widths <= {8}:
+        return bool(widths)
+    num_groups = scales.shape[-1]
+
+    def fits(width: int) -> bool:
+        columns = codes.shape[1] * 32 // width
+        sizes = [size_of(values) for values in weights if values.get("num_bits") == width]
+        return any(-(-columns // (columns if size < 1 else size)) == num_groups for size in sizes)
+
+    return fits(8) and not fits(4)
 
 
 def _require_groups(scales: TensorEntry, rows: int, columns: int) -> None:

@@ -146,23 +146,32 @@ def fill_rows(record, fill, header, rows, inside, M: tl.constexpr, FILL: tl.cons
 
 
 @triton.jit
-def _group_pointer(record, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """Pointer to groups of a record, of which a thread shall have one at a time: 8 columns, as it
-    has of plain weights. So nothing is said of alignment that would allow two in one access; that
-    of loads and stores decides how values lie in threads, and with it the order of sums."""
+def _group_pointer(record, OFFSET: tl.constexpr, DTYPE: tl.constexpr, WIDE: tl.constexpr):
+    """Pointer to groups of a record, with `WIDE` several in one access. Else a thread has one at a
+    time: 8 columns, as it has of plain weights. Nothing is said of alignment then, which decides
+    how values lie in threads, and so the order of sums."""
+    if WIDE:
+        return field_pointer(record, OFFSET, DTYPE)
     return (record + OFFSET).to(tl.pointer_type(DTYPE))
 
 
 @triton.jit
 def load_groups(
-    record, rows, inside, first, M: tl.constexpr, COLS: tl.constexpr, WHOLE_ROWS: tl.constexpr
+    record,
+    rows,
+    inside,
+    first,
+    M: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """(bytes, codes) of `rows` and columns from `first` on: int64 and int32 [ROWS, COLS / 8]."""
     num_groups: tl.constexpr = COLS // 8
     groups = first // 8 + tl.arange(0, num_groups)
     at = rows[:, None] * M.row_words + groups[None, :]
-    data = _group_pointer(record, M.offset, tl.int64) + at
-    exponents = _group_pointer(record, M.exponent, tl.int32) + at
+    data = _group_pointer(record, M.offset, tl.int64, WIDE) + at
+    exponents = _group_pointer(record, M.exponent, tl.int32, WIDE) + at
     if WHOLE_ROWS and M.row_words % num_groups == 0:
         group, codes = tl.load(data), tl.load(exponents)
     else:
@@ -175,7 +184,16 @@ def load_groups(
 
 @triton.jit
 def fill_groups(
-    fill, group, codes, rows, inside, first, M: tl.constexpr, COLS: tl.constexpr, FILL: tl.constexpr
+    fill,
+    group,
+    codes,
+    rows,
+    inside,
+    first,
+    M: tl.constexpr,
+    COLS: tl.constexpr,
+    FILL: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     """Stores what `load_groups` has read to the slot at `fill`, where that is not 0."""
     if FILL:  # noqa: SIM102 (known when compiled; the inner one is not)
@@ -183,8 +201,8 @@ def fill_groups(
             groups = first // 8 + tl.arange(0, COLS // 8)
             exists = inside[:, None] & (groups < M.row_words)[None, :]
             at = rows[:, None] * M.row_words + groups[None, :]
-            tl.store(_group_pointer(fill, M.offset, tl.int64) + at, group, mask=exists)
-            tl.store(_group_pointer(fill, M.exponent, tl.int32) + at, codes, mask=exists)
+            tl.store(_group_pointer(fill, M.offset, tl.int64, WIDE) + at, group, mask=exists)
+            tl.store(_group_pointer(fill, M.exponent, tl.int32, WIDE) + at, codes, mask=exists)
 
 
 @triton.jit
@@ -224,7 +242,7 @@ def first_groups(
 ):
     """What `lossless_row_sums` begins with: headers of rows, and the bytes and codes of their first
     columns."""
-    group, codes = load_groups(record, rows, inside, 0, M, COLS, WHOLE_ROWS)
+    group, codes = load_groups(record, rows, inside, 0, M, COLS, WHOLE_ROWS, False)
     return load_rows(record, rows, inside, M), group, codes
 
 
@@ -258,8 +276,9 @@ def lossless_row_sums(
     for first in range(0, M.columns, COLS):
         # On their way while these are unpacked: behind a branch no load would be moved ahead.
         more = inside & (first + COLS < M.columns)
-        later_group, later_codes = load_groups(record, rows, more, first + COLS, M, COLS, False)
-        fill_groups(fill, group, codes, rows, inside, first, M, COLS, FILL)
+        later = first + COLS
+        later_group, later_codes = load_groups(record, rows, more, later, M, COLS, False, False)
+        fill_groups(fill, group, codes, rows, inside, first, M, COLS, FILL, False)
         cols = first + tl.arange(0, COLS)
         v = load_tile(vector + cols, cols < M.columns, whole_cols)
         w = weights_of_groups(
@@ -290,6 +309,6 @@ def lossless_tile(
     base, table = base_and_table(record, header, M)
     if first == 0:
         fill_rows(record, fill, header, rows, inside, M, FILL)
-    group, codes = load_groups(record, rows, inside, first, M, COLS, WHOLE_ROWS)
-    fill_groups(fill, group, codes, rows, inside, first, M, COLS, FILL)
+    group, codes = load_groups(record, rows, inside, first, M, COLS, WHOLE_ROWS, True)
+    fill_groups(fill, group, codes, rows, inside, first, M, COLS, FILL, True)
     return weights_of_groups(group, codes, base, table, first, M, DTYPE, ROWS, COLS, INTERPRET)

@@ -96,6 +96,58 @@ def _packed_row_sums(
 
 
 @triton.jit
+def _begin(
+    record,
+    rows,
+    inside,
+    M: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """What is read of a matrix before the wait for the previous kernel: a tuple for `_row_sums`."""
+    begun = ()
+    if M.codes == "plain":
+        begun = first_weights(record, rows, inside, M, DTYPE, COLS, WHOLE_ROWS, AHEAD)
+    elif M.codes == "lossless":
+        begun = first_groups(record, rows, inside, M, COLS, WHOLE_ROWS)
+    return begun
+
+
+@triton.jit
+def _row_sums(
+    vector,
+    record,
+    fill,
+    rows,
+    inside,
+    begun,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Dot products of `vector` with `rows` of a matrix of a record: [ROWS] FP32."""
+    if M.codes == "plain":
+        sums = plain_row_sums(
+            vector, record, fill, rows, inside, begun, M, ROWS, COLS, WHOLE, AHEAD, FILL
+        )
+    elif M.codes == "lossless":
+        sums = lossless_row_sums(
+            vector, record, fill, rows, inside, *begun, M, ROWS, COLS, WHOLE, FILL, INTERPRET
+        )
+    else:
+        sums = _packed_row_sums(
+            vector, record, fill, rows, inside, M, ROWS, COLS, WHOLE, FILL, INTERPRET
+        )
+    return sums
+
+
+@triton.jit
 def _up_kernel(
     x_H,
     ids_K,
@@ -135,33 +187,12 @@ def _up_kernel(
     whole: tl.constexpr = INTER % units == 0
     first = tl.program_id(0) * units
     rows, inside = up_rows(first, INTER, ROWS, GATED)
-    if M.codes == "plain":
-        w = first_weights(record, rows, inside, M, dtype, COLS, whole, AHEAD)
-    elif M.codes == "lossless":
-        header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
+    begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     wait_for_previous(DEPENDENT)
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
-    if M.codes == "plain":
-        u = plain_row_sums(x_H, record, fill, rows, inside, w, M, ROWS, COLS, whole, AHEAD, FILL)
-    elif M.codes == "lossless":
-        u = lossless_row_sums(
-            x_H,
-            record,
-            fill,
-            rows,
-            inside,
-            header,
-            group,
-            codes,
-            M,
-            ROWS,
-            COLS,
-            whole,
-            FILL,
-            INTERPRET,
-        )
-    else:
-        u = _packed_row_sums(x_H, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
+    u = _row_sums(
+        x_H, record, fill, rows, inside, begun, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
+    )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     g = u
@@ -208,35 +239,14 @@ def _down_kernel(
         return
     dtype: tl.constexpr = h_KI.dtype.element_ty
     whole: tl.constexpr = HIDDEN % ROWS == 0
-    if M.codes == "plain":
-        w = first_weights(record, rows, inside, M, dtype, COLS, whole, AHEAD)
-    elif M.codes == "lossless":
-        header, group, codes = first_groups(record, rows, inside, M, COLS, whole)
+    begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     # What the match wrote is there already: the first projection has waited for it.
     fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
-    if M.codes == "plain":
-        y = plain_row_sums(h_I, record, fill, rows, inside, w, M, ROWS, COLS, whole, AHEAD, FILL)
-    elif M.codes == "lossless":
-        y = lossless_row_sums(
-            h_I,
-            record,
-            fill,
-            rows,
-            inside,
-            header,
-            group,
-            codes,
-            M,
-            ROWS,
-            COLS,
-            whole,
-            FILL,
-            INTERPRET,
-        )
-    else:
-        y = _packed_row_sums(h_I, record, fill, rows, inside, M, ROWS, COLS, whole, FILL, INTERPRET)
+    y = _row_sums(
+        h_I, record, fill, rows, inside, begun, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
+    )
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     tl.store(out, y, mask=inside)

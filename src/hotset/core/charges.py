@@ -278,6 +278,8 @@ class Charges:
     def _host(self, sizes: Sizes) -> Iterator[Line]:
         geometry = self.geometry
         note = f"{geometry.num_records} records"
+        if any(layer.expert.is_lossless for layer in geometry.layers):
+            note += ", BF16 weights in 12 bits"
         if sizes.num_slot_only:
             left = geometry.num_records - sizes.num_slot_only
             note = f"{left} of {note}, the others are in slots alone"

@@ -123,6 +123,11 @@ class ExpertSpec:
         """Whether records hold weights in the compute dtype and nothing is to be dequantised."""
         return self.up_format.is_plain and self.down_format.is_plain
 
+    @property
+    def is_lossless(self) -> bool:
+        """Whether BF16 weights of a projection or both are packed without loss."""
+        return self.up_format.is_lossless or self.down_format.is_lossless
+
     def as_plain(self) -> ExpertSpec:
         """The same expert with plain weights: what a dequantised record looks like."""
         return ExpertSpec.build(

@@ -33,7 +33,7 @@ def with_lossless(geometry: ModelGeometry, lossless: bool) -> ModelGeometry:
             option="lossless",
         )
     layers = tuple(_packed(layer) for layer in geometry.layers)
-    if not any(_is_lossless(layer) for layer in layers):
+    if not any(layer.expert.is_lossless for layer in layers):
         raise ConfigError(
             "`--lossless` is for experts in bfloat16, those of this model are quantised",
             hint=_LEAVE_OUT,
@@ -58,7 +58,3 @@ def _packed(layer: MoELayer) -> MoELayer:
 
 def _of(weights: WeightFormat) -> WeightFormat:
     return LOSSLESS if weights.is_plain else weights
-
-
-def _is_lossless(layer: MoELayer) -> bool:
-    return layer.expert.up_format.is_lossless or layer.expert.down_format.is_lossless

@@ -30,8 +30,10 @@ RING = Staging(65, 8)
 
 # Prediction within 10% of the measurement is the goal that the model of the machine is held to.
 WITHIN = 0.10
-# The commit whose rows the figures of the machine file are from.
+# The commit whose rows are predicted, and what the machine file says of other kernels since: then
+# earlier chunks were attended to by FlashAttention 2.
 MEASURED_AT = "acb311d"
+AS_MEASURED = {"attention_past_tflops": 347.0}
 
 
 def model() -> ModelGeometry:
@@ -197,7 +199,8 @@ class MeasuredPrompt:
 
 
 def h200() -> Rates:
-    return MachineDescription.load("h200").rates(record_bytes=9_437_184)
+    rates = MachineDescription.load("h200").rates(record_bytes=9_437_184)
+    return replace(rates, **AS_MEASURED)
 
 
 def measured_prompts() -> list[MeasuredPrompt]:

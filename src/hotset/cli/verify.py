@@ -31,6 +31,7 @@ from hotset.core.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from hotset.core.config import EngineConfig
+    from hotset.runtime.verify import Check
     from hotset.runtime.weights import CheckpointWeights
 
 # Enough positions for every chunk border and expert, little enough for a CPU.
@@ -91,14 +92,18 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
         for check in run(engine, source, ids, stock=_stock_fits(source)):
             checks.append(check)
             if not as_json:
-                mark = {True: "ok", False: "WRONG", None: "not checked"}[check.ok]
-                typer.echo(f"{check.name}: {mark} ({check.detail})")
+                typer.echo(_line(check))
     ok = all(check.ok is not False for check in checks)
     if as_json:
         typer.echo(json.dumps({"ok": ok, "checks": [check.to_dict() for check in checks]}))
     else:
         typer.echo("verified" if ok else "NOT verified")
     raise typer.Exit(0 if ok else 1)
+
+
+def _line(check: Check) -> str:
+    mark = {True: "ok", False: "WRONG", None: "not checked"}[check.ok]
+    return f"{check.name}: {mark} ({check.detail})"
 
 
 def _read_text(file: Path | None) -> str:

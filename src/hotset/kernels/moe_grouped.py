@@ -106,18 +106,7 @@ def _products(
             w = load_weights(weights, slot, offsets, tile, fill, whole, FILL)
         elif M.codes == "lossless":
             w = lossless_tile(
-                record,
-                fill,
-                rows,
-                inside,
-                first,
-                M,
-                dtype,
-                ROWS,
-                COLS,
-                WHOLE_ROWS,
-                FILL,
-                INTERPRET,
+                record, fill, rows, inside, first, M, dtype, ROWS, COLS, WHOLE_ROWS, FILL, INTERPRET
             )
         else:
             w = packed_tile(

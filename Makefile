@@ -42,7 +42,7 @@ $(VLLM_STAMP): requirements-vllm.txt pyproject.toml
 	$(VLLM)/bin/python -m pip install --no-deps --no-build-isolation --editable .
 	touch $@
 
-test-vllm: $(VLLM_STAMP)  ## Run the tests of the vLLM plugin inside vLLM, on a CPU (ten minutes)
+test-vllm: $(VLLM_STAMP)  ## Run the tests of the vLLM plugin inside vLLM, on a CPU (a quarter of an hour)
 	$(VLLM)/bin/python -m pytest tests/integrations $(ARGS)
 
 check: $(STAMP)  ## Lint, formatting, types, import direction, freshness of generated pages

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any
 
+import simulated_graphs
+
 # One prompt that decodes at once, one with a few tokens, one that is more than a filling step.
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 100)]
 
@@ -20,6 +22,13 @@ def main(job: dict[str, Any]) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if num_ranks == 1 else "1"
     if num_ranks > 1:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(num_ranks)))
+    os.environ.update(job.get("environ", {}))
+    simulated = job.get("graphs")
+    if simulated is not None:
+        os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
+        simulated_graphs.install()
+        if simulated == "broken":
+            simulated_graphs.hold_nothing()
     from vllm import LLM, SamplingParams
 
     options = dict(job.get("options", {}))
@@ -34,13 +43,14 @@ def main(job: dict[str, Any]) -> None:
         max_num_seqs=4,
         tensor_parallel_size=num_ranks,
         skip_tokenizer_init=True,
-        enforce_eager=job.get("eager", True),
+        enforce_eager=simulated is None,
         **options,
     )
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     answer: dict[str, Any] = {"tokens": [list(one.outputs[0].token_ids) for one in outputs]}
+    answer["graphs"] = simulated_graphs.counts
     if hotset is not None:
         for name in ("traffic", "summary", "verify"):
             answer[name] = llm.collective_rpc(f"hotset_{name}")

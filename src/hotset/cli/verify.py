@@ -94,10 +94,9 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
             if not as_json:
                 typer.echo(_line(check))
     ok = all(check.ok is not False for check in checks)
-    if as_json:
-        typer.echo(json.dumps({"ok": ok, "checks": [check.to_dict() for check in checks]}))
-    else:
-        typer.echo("verified" if ok else "NOT verified")
+    verdict = "verified" if ok else "NOT verified"
+    report = {"ok": ok, "checks": [check.to_dict() for check in checks]}
+    typer.echo(json.dumps(report) if as_json else verdict)
     raise typer.Exit(0 if ok else 1)
 
 

@@ -94,3 +94,32 @@ def test_every_int4_code_with_every_bfloat16_scale(zero: int) -> None:
         assert torch.equal(~weights[0].isnan(), number)
         got, want = (w.view(torch.int16)[number] for w in weights)
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("weights", "intermediate"), [(fp8("bfloat16", block=(1, 256)), 4096), (MXFP4, 128)]
+)
+def test_every_code_with_every_scale_that_bfloat16_holds(
+    weights: WeightFormat, intermediate: int
+) -> None:
+    """FP8 with BF16 scales and MXFP4 are multiplied in BF16 pairs: NaN and subnormals as well."""
+    experts = make_experts(
+        1, hidden=2048, intermediate=intermediate, dtype="bfloat16", weights=weights
+    )
+    plain, fields = experts.spec.as_plain(), experts.fields(0)
+    scale = fields["up_scale"]
+    scales = torch.arange(scale.numel(), dtype=torch.int32, device=scale.device)
+    as_bits = {1: torch.uint8, 2: torch.int16}[scale.element_size()]
+    scale.copy_(scales.to(as_bits).view(scale.dtype).view(scale.shape))
+    codes = fields["up"].view(torch.uint8)
+    codes.copy_(torch.arange(codes.numel(), device=codes.device).to(torch.uint8).view(codes.shape))
+    made = []
+    for kernels in (TRITON, REFERENCE):
+        out = torch.zeros(1, plain.record_bytes, dtype=torch.uint8, device=codes.device)
+        kernels.dequantise_records(experts.addresses, experts.spec, out)
+        made.append(Experts(plain, out).fields(0)["up"])
+    number = ~made[1].isnan()
+    assert 0 < number.sum() < number.numel()
+    assert torch.equal(~made[0].isnan(), number)
+    got, want = (w.view(torch.int16)[number] for w in made)
+    assert torch.equal(got, want)

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from hotset.core.geometry import Activation, Gate, GateForm
+from hotset.kernels.codes import code_values
+from hotset.kernels.codes import decode_e4m3 as e4m3_in_registers
+from hotset.kernels.codes import decode_e8m0 as e8m0_in_registers
 from hotset.kernels.dequantise import decode_e2m1, decode_e4m3, decode_e8m0, multiplied_weights
 from hotset.kernels.dispatch import ReferenceKernels, TritonKernels
-from hotset.kernels.packed import code_values
-from hotset.kernels.packed import decode_e4m3 as e4m3_in_registers
-from hotset.kernels.packed import decode_e8m0 as e8m0_in_registers
 from kernels.packed_support import (
     FORMATS,
     KINDS,

@@ -33,6 +33,17 @@ def test_one_token_reads_codes_16_bytes_at_a_time(facts: Facts, name: str) -> No
     assert all(row["stores_16_bytes"] == 0 for row in rows(facts, "int4 zeros, one token"))
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_one_token_multiplies_what_each_thread_has_read(facts: Facts, name: str) -> None:
+    """On tensor cores, and no weight crosses between threads: shared memory has sums and inputs.
+
+    A thread decodes what it has read if the compiler lays warps over blocks. Operands that cross
+    take 4 KiB or more (measured with warps laid over the halves); inputs and sums need 1 KiB.
+    """
+    for row in rows(facts, f"{name}, one token"):
+        assert row["tensor_core"] > 0 and row["shared_bytes"] <= 1024, row
+
+
 @pytest.mark.parametrize("case", ["fp8, small batch", "nvfp4, small batch"])
 def test_batches_use_tensor_cores(facts: Facts, case: str) -> None:
     for row in rows(facts, case):

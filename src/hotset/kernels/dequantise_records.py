@@ -65,7 +65,6 @@ def _dequantise_kernel(
                 first,
                 M,
                 DTYPE,
-                DTYPE,
                 ROWS,
                 COLS,
                 False,

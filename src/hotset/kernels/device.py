@@ -44,6 +44,18 @@ def field_pointer(record, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl.constexpr):
+    """Slot to fill, 0 for none. Of equal ids only the first fills: one writer for every byte."""
+    fill = tl.full((), 0, tl.int64)
+    if FILL:
+        other = tl.arange(0, CHOICES)
+        earlier = tl.load(ids_K + other, mask=other < choice, other=-1)
+        repeats = tl.sum((earlier == expert).to(tl.int32), 0)
+        fill = tl.where(repeats == 0, tl.load(fill_E + expert), fill)
+    return fill
+
+
+@triton.jit
 def load_tile(pointers, inside, WHOLE: tl.constexpr):
     """A tile, zero where not `inside`; `WHOLE` says that every tile of this shape is inside."""
     if WHOLE:  # noqa: SIM108 (a conditional expression would not be folded)

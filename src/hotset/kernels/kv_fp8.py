@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from hotset.kernels import dequantise as decoded
-from hotset.kernels.packed import decode_e4m3, decode_e8m0
+from hotset.kernels.codes import decode_e4m3, decode_e8m0
 
 E4M3_NAN = 0x7F
 

@@ -44,13 +44,14 @@ class Tile:
 ONE_TOKEN_UP = {2: Tile(4, 1024, 4, 1), 4: Tile(8, 256, 4, 3)}
 ONE_TOKEN_DOWN = {2: Tile(4, 256, 4, 3), 4: Tile(8, 128, 4, 3)}
 
-# One token and codes: by codes of a word. As many bytes in a step as above; a thread adds up a
-# word's products first, so that many columns need few accumulators.
-ONE_TOKEN_UP_PACKED = {8: Tile(8, 2048, 4, 2), 4: Tile(8, 1024, 4, 2)}
-ONE_TOKEN_DOWN_PACKED = {8: Tile(8, 1024, 4, 2), 4: Tile(8, 512, 4, 2)}
+# One token and codes: by codes of a word. `stages` are the steps that are read before the first one
+# is computed on. Columns are parts of a row, 16 words each, 8 at most (`packed_rows`); with fewer a
+# tile has as many rows more.
+ONE_TOKEN_UP_PACKED = {8: Tile(16, 1024, 4, 2), 4: Tile(8, 512, 4, 4)}
+ONE_TOKEN_DOWN_PACKED = {8: Tile(32, 256, 4, 3), 4: Tile(16, 256, 4, 3)}
 # Of a row's steps at most this share may lie beyond its end: lanes without work.
-_MOST_WASTE = 1 / 3
-_LEAST_COLUMNS = 64
+_MOST_WASTE = 1 / 4
+_PART_WORDS = 16
 
 # Many tokens, by (bytes of an element, tokens of a block). Up to 64 tokens it is the reading of
 # weights that takes time: narrow tiles, many programs, 256-byte row pieces. FP32 is IEEE, which
@@ -99,17 +100,18 @@ def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 128 if num_tokens * top_k > _MEAN_TOKENS_FOR_128 * num_experts else 64
 
 
-def packed_one_token_tile(tile: Tile, columns: int) -> Tile:
+def packed_one_token_tile(tile: Tile, columns: int, per_word: int) -> Tile:
     """The tile with fewer columns where much of a row's last step would lie beyond its end.
 
     Args:
         tile: of `ONE_TOKEN_UP_PACKED` or `ONE_TOKEN_DOWN_PACKED`.
         columns: K of the matrix.
+        per_word: codes of a 32-bit word.
     """
-    cols = tile.cols
-    while cols > _LEAST_COLUMNS and -columns % cols > _MOST_WASTE * columns:
-        cols //= 2
-    return replace(tile, cols=cols)
+    rows, cols = tile.rows, tile.cols
+    while cols > _PART_WORDS * per_word and -columns % cols > _MOST_WASTE * columns:
+        rows, cols = rows * 2, cols // 2
+    return replace(tile, rows=rows, cols=cols)
 
 
 def grouped_tile(

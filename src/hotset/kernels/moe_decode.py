@@ -6,7 +6,7 @@ Knows addresses, not where they lead, and nothing of the policy behind them. Pro
 in FP32 in a [rows, cols] accumulator and reduced once at the end (FMA form: with one token a
 tensor core would wait for bytes all the same, and this form reached 1.00 of the link's speed of
 light on an H200). With `FILL` what has been read is also written to the expert's slot. Quantised
-weights become weights of the compute dtype in registers (`packed`) and nothing else changes.
+matrices have kernels of their own (`moe_decode_packed`), launched from here.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -22,10 +22,10 @@ from hotset.core.geometry import ExpertSpec
 from hotset.kernels.dependent import dependent_launch, wait_for_previous, waiting_launch
 from hotset.kernels.device import (
     apply_gate,
+    fill_address,
     gate_constants,
     is_interpreted,
     load_bias,
-    load_tile,
     round_to,
     up_rows,
 )
@@ -34,65 +34,12 @@ from hotset.kernels.launch import (
     ONE_TOKEN_DOWN_PACKED,
     ONE_TOKEN_UP,
     ONE_TOKEN_UP_PACKED,
-    Tile,
     packed_one_token_tile,
 )
 from hotset.kernels.lossless import first_groups, lossless_row_sums
-from hotset.kernels.packed import Matrix, input_columns, packed_tile
+from hotset.kernels.moe_decode_packed import packed_down_kernel, packed_up_kernel
+from hotset.kernels.packed import Matrix
 from hotset.kernels.plain import first_weights, plain_row_sums
-
-
-@triton.jit
-def _fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl.constexpr):
-    """Slot to fill, 0 for none. Of equal ids only the first fills: one writer for every byte."""
-    fill = tl.full((), 0, tl.int64)
-    if FILL:
-        other = tl.arange(0, CHOICES)
-        earlier = tl.load(ids_K + other, mask=other < choice, other=-1)
-        repeats = tl.sum((earlier == expert).to(tl.int32), 0)
-        fill = tl.where(repeats == 0, tl.load(fill_E + expert), fill)
-    return fill
-
-
-@triton.jit
-def _packed_row_sums(
-    vector,
-    record,
-    fill,
-    rows,
-    inside,
-    M: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
-    FILL: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """`plain_row_sums` of a quantised matrix: a word's products are added first, in a thread."""
-    words: tl.constexpr = COLS // M.per_word
-    acc = tl.zeros((ROWS, words), tl.float32)
-    for first in range(0, M.columns, COLS):
-        w = packed_tile(
-            record,
-            fill,
-            rows,
-            inside,
-            first,
-            M,
-            vector.dtype.element_ty,
-            tl.float32,
-            ROWS,
-            COLS,
-            WHOLE_ROWS,
-            FILL,
-            INTERPRET,
-        )
-        cols = first + tl.arange(0, COLS)
-        inputs = input_columns(record, fill, rows, cols, M, FILL)
-        v = load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
-        products = w * v.to(tl.float32)[None, :]
-        acc += tl.sum(tl.reshape(products, (ROWS, words, M.per_word)), 2)
-    return tl.sum(acc, 1)
 
 
 @triton.jit
@@ -107,10 +54,9 @@ def _begin(
     AHEAD: tl.constexpr,
 ):
     """What is read of a matrix before the wait for the previous kernel: a tuple for `_row_sums`."""
-    begun = ()
     if M.codes == "plain":
         begun = first_weights(record, rows, inside, M, DTYPE, COLS, WHOLE_ROWS, AHEAD)
-    elif M.codes == "lossless":
+    else:
         begun = first_groups(record, rows, inside, M, COLS, WHOLE_ROWS)
     return begun
 
@@ -136,13 +82,9 @@ def _row_sums(
         sums = plain_row_sums(
             vector, record, fill, rows, inside, begun, M, ROWS, COLS, WHOLE, AHEAD, FILL
         )
-    elif M.codes == "lossless":
+    else:
         sums = lossless_row_sums(
             vector, record, fill, rows, inside, *begun, M, ROWS, COLS, WHOLE, FILL, INTERPRET
-        )
-    else:
-        sums = _packed_row_sums(
-            vector, record, fill, rows, inside, M, ROWS, COLS, WHOLE, FILL, INTERPRET
         )
     return sums
 
@@ -189,7 +131,7 @@ def _up_kernel(
     rows, inside = up_rows(first, INTER, ROWS, GATED)
     begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     wait_for_previous(DEPENDENT)
-    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
     u = _row_sums(
         x_H, record, fill, rows, inside, begun, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
     )
@@ -241,7 +183,7 @@ def _down_kernel(
     whole: tl.constexpr = HIDDEN % ROWS == 0
     begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     # What the match wrote is there already: the first projection has waited for it.
-    fill = _fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
     y = _row_sums(
@@ -271,13 +213,13 @@ def one_token(
     hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
     y_1KH = x_1H.new_empty(1, choices, hidden, dtype=torch.float32) if out is None else out
     h_KI = x_1H.new_empty(choices, inter)
-    up = _projection(spec, "up", x_1H, ONE_TOKEN_UP, ONE_TOKEN_UP_PACKED)
-    down = _projection(spec, "down", x_1H, ONE_TOKEN_DOWN, ONE_TOKEN_DOWN_PACKED)
+    up_kernel, up = _projection(spec, "up", x_1H)
+    down_kernel, down = _projection(spec, "down", x_1H)
     units = up["ROWS"] // 2 if gated else up["ROWS"]
     routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
     shared = _shared_constants(spec, choices, fill=fill_E is not None)
     dependent = dependent_launch(x_1H.device)
-    _up_kernel[(triton.cdiv(inter, units), choices)](
+    up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,
         *routed,
         h_KI,
@@ -287,7 +229,7 @@ def one_token(
         **gate_constants(spec.gate),
         **(dependent if behind_match else waiting_launch(dependent)),
     )
-    _down_kernel[(triton.cdiv(hidden, down["ROWS"]), choices)](
+    down_kernel[(triton.cdiv(hidden, down["ROWS"]), choices)](
         h_KI,
         *routed,
         y_1KH,
@@ -312,26 +254,24 @@ def _shared_constants(spec: ExpertSpec, choices: int, *, fill: bool) -> dict[str
     }
 
 
-def _projection(
-    spec: ExpertSpec,
-    name: str,
-    x_1H: torch.Tensor,
-    plain: dict[int, Tile],
-    packed: dict[int, Tile],
-) -> dict[str, Any]:
-    """Keyword arguments of a launch: where matrix and bias are in a record, and the tile."""
+def _projection(spec: ExpertSpec, name: str, x_1H: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    """The kernel, and arguments of its launch: where matrix and bias are in a record, the tile."""
     matrix = Matrix.of(spec, name)
+    is_up = name == "up"
     if matrix.codes in ("plain", "lossless"):  # which has the bits of plain, sums included
-        tile = plain[x_1H.element_size()]
+        kernel = _up_kernel if is_up else _down_kernel
+        tile = (ONE_TOKEN_UP if is_up else ONE_TOKEN_DOWN)[x_1H.element_size()]
+        pipeline = {"AHEAD": tile.stages, "num_stages": tile.stages}
     else:
-        tile = packed_one_token_tile(packed[matrix.per_word], matrix.columns)
+        kernel = packed_up_kernel if is_up else packed_down_kernel
+        table = ONE_TOKEN_UP_PACKED if is_up else ONE_TOKEN_DOWN_PACKED
+        tile = packed_one_token_tile(table[matrix.per_word], matrix.columns, matrix.per_word)
+        pipeline = {"AHEAD": min(tile.stages, triton.cdiv(matrix.columns, tile.cols))}
     offset = {field.name: field.offset for field in spec.layout.fields}
-    return {
+    return kernel, pipeline | {
         "M": matrix,
         "BIAS": offset.get(f"{name}_bias", 0),
         "ROWS": tile.rows,
         "COLS": tile.cols,
-        "AHEAD": tile.stages,
         "num_warps": tile.warps,
-        "num_stages": tile.stages,
     }

@@ -117,7 +117,6 @@ def _products(
                 first,
                 M,
                 dtype,
-                dtype,
                 ROWS,
                 COLS,
                 WHOLE_ROWS,

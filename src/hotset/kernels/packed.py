@@ -1,8 +1,8 @@
 """Device functions that read a matrix of a record, plain or quantised, as a tile of weights.
 
-The formulas are those of `dequantise`, bit for bit: FP32 arithmetic on codes in registers, each
-weight rounded once to the compute dtype. Knows one matrix and one tile; nothing of experts,
-tokens or grids. No FP8 or FP4 type of the hardware is used, so every card gives the same bits.
+Where codes and scales of a matrix lie, and a tile of its weights as the kernels for many tokens
+multiply them; what a code is worth is known to `codes`. Knows one matrix and one tile; nothing of
+experts, tokens or grids.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -15,7 +15,8 @@ import triton.language as tl
 
 from hotset.core.formats import CODES_PER_WORD
 from hotset.core.geometry import ExpertSpec
-from hotset.kernels.device import field_pointer, load_weights, round_to
+from hotset.kernels.codes import decode_e4m3, decode_e8m0, pair_factors, weights_of_pair
+from hotset.kernels.device import field_pointer, load_weights
 
 _SCALE_TYPES = {
     "": tl.uint8,
@@ -69,6 +70,17 @@ class Matrix:
     row_rare: int = 0
     rare_places: int = 0
 
+    @property
+    def scale_is_bfloat16(self) -> bool:
+        """Whether BF16 holds what a code is multiplied by."""
+        codes = ("bfloat16", "float8_e4m3fn", "float8_e8m0fnu")
+        return self.scale_codes in codes and self.factor == ABSENT
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether scales or zero points are loaded as single bytes."""
+        return self.scale_type is tl.uint8 or self.zero != ABSENT
+
     @classmethod
     def of(cls, spec: ExpertSpec, name: str) -> Matrix:
         """The matrix `up` or `down` of an expert."""
@@ -104,60 +116,6 @@ class Matrix:
 
 
 @triton.jit
-def decode_e4m3(code):
-    """E4M3FN bits (uint8) to FP32, exact for every code."""
-    bits = code.to(tl.int32)
-    magnitude = bits & 0x7F
-    value = (((bits & 0x80) << 24) | (magnitude << 20)).to(tl.float32, bitcast=True)
-    return tl.where(magnitude == 0x7F, float("nan"), value * 1.329227995784916e36)  # 2^120
-
-
-@triton.jit
-def decode_e8m0(code):
-    """E8M0 bits (uint8) to FP32, exact for every code; 2^-127 is subnormal."""
-    bits = code.to(tl.int32)
-    value = tl.where(bits == 0, 0x00400000, bits << 23)
-    return tl.where(bits == 255, 0x7FC00000, value).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _split_halves(pair):
-    """Two numbers, in the upper 16 bits of FP32 each, that share a word: (low half, high half)."""
-    low = (pair << 16).to(tl.float32, bitcast=True)
-    return low, (pair & -65536).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def code_values(word, zero, J: tl.constexpr, CODES: tl.constexpr):
-    """FP32 values of two codes of each word, J and J + half as many as a word has.
-
-    The two are 16 bits apart, so that one shift and one mask bring both to the place of sign,
-    exponent and mantissa in BF16; a product with a power of two then sets the exponent right,
-    which is exact, subnormal codes included. `zero` is the zero point of `int4`.
-    """
-    if CODES == "fp8":
-        at_top = word << (8 - 8 * J)
-        low, high = _split_halves((at_top & -2147450880) | ((at_top >> 4) & 0x07F007F0))
-        low, high = low * 1.329227995784916e36, high * 1.329227995784916e36  # 2^120
-        # 480 is what the bits of NaN would be.
-        low = tl.where(tl.abs(low) == 480.0, float("nan"), low)
-        high = tl.where(tl.abs(high) == 480.0, float("nan"), high)
-    elif CODES == "fp4":
-        at_top = word << (12 - 4 * J)
-        low, high = _split_halves((at_top & -2147450880) | ((at_top >> 6) & 0x01C001C0))
-        low, high = low * 8.507059173023462e37, high * 8.507059173023462e37  # 2^126
-    else:
-        # As mantissa of 2^23 a code needs no conversion, which would run at a quarter of the rate,
-        # and no shift. All of this is exact.
-        low = ((word & (0xF << 4 * J)) | 0x4B000000).to(tl.float32, bitcast=True)
-        high = (((word >> 16) & (0xF << 4 * J)) | 0x4B000000).to(tl.float32, bitcast=True)
-        unit: tl.constexpr = 1.0 / (1 << 4 * J)
-        base = 8388608.0 * unit + zero
-        low, high = low * unit - base, high * unit - base
-    return low, high
-
-
-@triton.jit
 def _load_owned(source, target, offsets, inside, owned, fill, FILL: tl.constexpr):
     """Values that several tiles read; the tile that owns one also fills it."""
     values = tl.load(source + offsets, mask=inside, other=0)
@@ -165,6 +123,18 @@ def _load_owned(source, target, offsets, inside, owned, fill, FILL: tl.constexpr
         if fill != 0:
             tl.store(target + offsets, values, mask=inside & owned)
     return values
+
+
+@triton.jit
+def decoded_scales(scale, M: tl.constexpr):
+    """Scales as they lie in a record to FP32."""
+    if M.scale_codes == "float8_e4m3fn":
+        scale = decode_e4m3(scale)
+    elif M.scale_codes == "float8_e8m0fnu":
+        scale = decode_e8m0(scale)
+    else:
+        scale = scale.to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -182,12 +152,7 @@ def _load_scales(record, fill, rows, words, inside, exists, M: tl.constexpr, FIL
     source = field_pointer(record, M.scale, M.scale_type)
     target = field_pointer(fill, M.scale, M.scale_type)
     scale = _load_owned(source, target, at, exists, owned, fill, FILL)
-    if M.scale_codes == "float8_e4m3fn":
-        scale = decode_e4m3(scale)
-    elif M.scale_codes == "float8_e8m0fnu":
-        scale = decode_e8m0(scale)
-    else:
-        scale = scale.to(tl.float32)
+    scale = decoded_scales(scale, M)
     if M.factor >= 0:
         source = field_pointer(record, M.factor, tl.float32)
         target = field_pointer(fill, M.factor, tl.float32)
@@ -203,103 +168,6 @@ def _load_scales(record, fill, rows, words, inside, exists, M: tl.constexpr, FIL
 
 
 @triton.jit
-def _halves_as(both, OUT: tl.constexpr):
-    """Two BF16 numbers that share a word, as BF16 or FP32."""
-    if OUT == tl.float32:  # noqa: SIM300
-        low, high = _split_halves(both)
-    else:
-        low = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        high = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return low, high
-
-
-@triton.jit
-def _twice(x):
-    """FP32 numbers that BF16 holds, as two equal BF16 in a word."""
-    bits = x.to(tl.int32, bitcast=True)
-    return (bits & -65536) | ((bits >> 16) & 0xFFFF)
-
-
-@triton.jit
-def _int4_in_bfloat16(word, scale, zero, J: tl.constexpr, OUT: tl.constexpr):
-    """`_weights_of_pair` of `int4` with BF16 scales: two weights an instruction.
-
-    As mantissa of 2^7 a code is BF16; without 128 + zero it is still exact, and the product with
-    a BF16 scale is rounded once, as one of FP32 that is exact would be. A product is a sum with
-    -0, which older cards have and which keeps the sign of zero.
-    """
-    both = tl.inline_asm_elementwise(
-        """{
-        .reg .b32 code, one, none;
-        mov.b32 one, 0x3F803F80;
-        mov.b32 none, 0x80008000;
-        lop3.b32 code, $1, 0x000F000F, 0x43004300, 0xEA;
-        fma.rn.bf16x2 code, code, one, $3;
-        fma.rn.bf16x2 $0, code, $2, none;
-        }""",
-        "=r,r,r,r",
-        [word >> 4 * J, _twice(scale), _twice(-128.0 - zero)],
-        dtype=tl.int32,
-        is_pure=True,
-        pack=1,
-    )
-    return _halves_as(both, OUT)
-
-
-@triton.jit
-def _round_pair(
-    low,
-    high,
-    M: tl.constexpr,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Two FP32 weights rounded to `DTYPE`, as `OUT`: `DTYPE` or FP32."""
-    is_bfloat16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
-    if is_bfloat16 and M.codes == "fp4" and M.scale_codes == "float8_e8m0fnu":
-        # Two bits times a power of two: BF16 holds every one of them, subnormal ones included.
-        low, high = round_to(low, OUT, INTERPRET), round_to(high, OUT, INTERPRET)
-    elif is_bfloat16 and not INTERPRET:
-        # Two in one instruction; the compiler would take one each, of a lower rate.
-        both = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [low, high],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        low, high = _halves_as(both, OUT)
-    else:
-        low = round_to(low, DTYPE, INTERPRET).to(OUT)
-        high = round_to(high, DTYPE, INTERPRET).to(OUT)
-    return low, high
-
-
-@triton.jit
-def _weights_of_pair(
-    word,
-    scale,
-    zero,
-    J: tl.constexpr,
-    M: tl.constexpr,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Weights of two codes of each word (see `code_values`), rounded to `DTYPE`, as `OUT`."""
-    codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
-    is_bfloat16: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
-    if is_bfloat16 and codes == "int4" and M.scale_codes == "bfloat16" and not INTERPRET:
-        low, high = _int4_in_bfloat16(word, scale, zero, J, OUT)
-    else:
-        low, high = code_values(word, zero, J, codes)
-        low, high = _round_pair(low * scale, high * scale, M, DTYPE, OUT, INTERPRET)
-    return low, high
-
-
-@triton.jit
 def packed_tile(
     record,
     fill,
@@ -308,7 +176,6 @@ def packed_tile(
     first,
     M: tl.constexpr,
     DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
@@ -316,8 +183,6 @@ def packed_tile(
     INTERPRET: tl.constexpr,
 ):
     """Weights of `rows` and of the columns from `first` on: [ROWS, COLS], rounded to `DTYPE`.
-
-    They come as `OUT`: `DTYPE`, or FP32 where they are multiplied as that.
 
     Columns beyond the matrix are 0 where they share a word with others, and finite otherwise, so
     they must meet zeros. Where `fill` is not 0, codes, scales and zero points go there too.
@@ -331,15 +196,18 @@ def packed_tile(
     offsets = rows[:, None] * M.row_words + words[None, :]
     word = load_weights(source, target, offsets, exists, fill, whole, FILL)
     scale, zero = _load_scales(record, fill, rows, words, inside, exists, M, FILL)
+    exact: tl.constexpr = tl.bfloat16 == DTYPE and M.scale_is_bfloat16
+    codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
+    scale, zero = pair_factors(scale, zero, exact, INTERPRET)
 
     # Codes J and J + half meet in the last dimension, then those of even and odd J, and so on:
     # the dimensions behind the words spell the code's number in binary.
-    a, b = _weights_of_pair(word, scale, zero, 0, M, DTYPE, OUT, INTERPRET)
-    c, d = _weights_of_pair(word, scale, zero, 1, M, DTYPE, OUT, INTERPRET)
+    a, b = weights_of_pair(word, scale, zero, 0, codes, exact, DTYPE, INTERPRET)
+    c, d = weights_of_pair(word, scale, zero, 1, codes, exact, DTYPE, INTERPRET)
     even, odd = tl.join(a, b), tl.join(c, d)
     if M.per_word == 8:
-        a, b = _weights_of_pair(word, scale, zero, 2, M, DTYPE, OUT, INTERPRET)
-        c, d = _weights_of_pair(word, scale, zero, 3, M, DTYPE, OUT, INTERPRET)
+        a, b = weights_of_pair(word, scale, zero, 2, codes, exact, DTYPE, INTERPRET)
+        c, d = weights_of_pair(word, scale, zero, 3, codes, exact, DTYPE, INTERPRET)
         even, odd = tl.join(even, tl.join(a, b)), tl.join(odd, tl.join(c, d))
     tile = tl.reshape(tl.join(even, odd), (ROWS, COLS))
     if M.columns % M.per_word != 0:
@@ -354,6 +222,6 @@ def input_columns(record, fill, rows, cols, M: tl.constexpr, FILL: tl.constexpr)
     if M.order >= 0:
         source = field_pointer(record, M.order, tl.int32)
         target = field_pointer(fill, M.order, tl.int32)
-        first_tile = tl.min(rows, 0) == 0
+        first_tile = tl.min(rows) == 0
         cols = _load_owned(source, target, cols, cols < M.columns, first_tile, fill, FILL)
     return cols

@@ -1,0 +1,289 @@
+"""Device functions for one token: sums over rows of a quantised matrix, on tensor cores.
+
+With one token seven of the eight columns of a tensor core's product would be idle. So they take
+parts of the sum: a row of the record becomes `PARTS` rows of the operand, 16 words of codes each,
+and column p of the other operand has the inputs of part p. What is wanted lies on a diagonal. A
+warp thus reads whole lines of a row, and every thread decodes the 16 bytes that it has read.
+Knows one matrix and one tile; nothing of experts or grids.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from hotset.kernels.codes import pair_factors, weights_of_pair
+from hotset.kernels.device import dot, field_pointer, load_tile
+from hotset.kernels.packed import decoded_scales, input_columns
+
+# Words of a part: 4 neighbouring threads share a row of the operand, and read 16 bytes each.
+PART_WORDS = tl.constexpr(16)
+
+
+@triton.jit
+def tile_rows(tile, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Rows of a tile [ROWS], and whether each exists.
+
+    With a gate the first half are gate rows, and the second half the up rows of the same units.
+    That is also how a block lies, which is what one product of a tensor core computes: 8 rows of
+    the operand from the first half above 8 from the second.
+
+    Args:
+        tile: its number.
+        NUM_ROWS: of a half of the matrix, where it has halves.
+    """
+    row = tl.arange(0, ROWS)
+    if GATED:
+        unit = tile * (ROWS // 2) + row % (ROWS // 2)
+        inside = unit < NUM_ROWS
+        row = unit + row // (ROWS // 2) * NUM_ROWS
+    else:
+        row += tile * ROWS
+        inside = row < NUM_ROWS
+    return row, inside
+
+
+@triton.jit
+def _grid_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
+    """Where the scales of a step are [ROWS, G], which exist, and which the tile owns.
+
+    G is how many there are at most in a row's part of the step: as many as there are words where
+    groups and steps do not divide each other. The first row of a block and the first group that
+    begins in a step own.
+    """
+    one: tl.constexpr = M.group >= M.columns or M.group % COLS == 0
+    some: tl.constexpr = COLS // (M.group if COLS % M.group == 0 else M.per_word)
+    num: tl.constexpr = 1 if one else some
+    first = step * COLS + tl.arange(0, num)[None, :] * (COLS // num)
+    half, unit = rows // M.half_rows, rows % M.half_rows
+    line = half * M.num_blocks + unit // M.block
+    exists = inside & (first < M.columns)
+    owned = (unit % M.block == 0) & (first % M.group == 0)
+    return line * M.num_groups + first // M.group, exists, exists & owned
+
+
+@triton.jit
+def _word_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
+    """Where the words of a step are [ROWS, WORDS], and which exist."""
+    words: tl.constexpr = COLS // M.per_word
+    word = step * words + tl.arange(0, words)[None, :]
+    return rows * M.row_words + word, inside & (word < M.row_words)
+
+
+@triton.jit
+def _read_step(
+    record, rows, inside, step, M: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """Words, scales and zero points of one step as they lie in the record."""
+    at, exists = _word_places(rows, inside, step, M, COLS)
+    word = load_tile(field_pointer(record, M.offset, tl.int32) + at, exists, WHOLE)
+    at, exists, _ = _grid_places(rows, inside, step, M, COLS)
+    scale = tl.load(field_pointer(record, M.scale, M.scale_type) + at, mask=exists, other=0)
+    zero = tl.full((1, 1), 8, tl.uint8)
+    if M.zero >= 0:
+        zero = tl.load(field_pointer(record, M.zero, tl.uint8) + at, mask=exists, other=0)
+    return word, scale, zero
+
+
+@triton.jit
+def _fill_step(fill, rows, inside, step, word, scale, zero, M: tl.constexpr, COLS: tl.constexpr):
+    """Writes what `_read_step` has read to the slot at `fill`, where that is not 0.
+
+    By a mask, since a branch would keep the compiler from reading ahead.
+    """
+    filled = fill != 0
+    at, exists = _word_places(rows, inside, step, M, COLS)
+    tl.store(field_pointer(fill, M.offset, tl.int32) + at, word, mask=exists & filled)
+    at, _, owned = _grid_places(rows, inside, step, M, COLS)
+    target = field_pointer(fill, M.scale, M.scale_type) + at
+    tl.store(target, scale, mask=owned & filled)
+    if M.zero >= 0:
+        tl.store(field_pointer(fill, M.zero, tl.uint8) + at, zero, mask=owned & filled)
+
+
+@triton.jit
+def read_ahead(
+    record,
+    rows,
+    inside,
+    M: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+):
+    """The first `STEPS` steps of a matrix, for `packed_row_sums`: three tensors each."""
+    whole: tl.constexpr = WHOLE_ROWS and M.row_words % (COLS // M.per_word) == 0
+    rows, inside = rows[:, None], inside[:, None]
+    steps = _read_step(record, rows, inside, 0, M, COLS, whole)
+    for step in tl.static_range(1, STEPS):
+        steps += _read_step(record, rows, inside, step, M, COLS, whole)
+    return steps
+
+
+@triton.jit
+def _load_factor(record, fill, rows, inside, M: tl.constexpr, FILL: tl.constexpr):
+    """The second scale of each row, of its half: 1 where the format has none."""
+    factor = tl.full((1, 1), 1.0, tl.float32)
+    if M.factor >= 0:
+        half, unit = rows // M.half_rows, rows % M.half_rows
+        factor = tl.load(field_pointer(record, M.factor, tl.float32) + half, mask=inside, other=0.0)
+        if FILL:
+            target = field_pointer(fill, M.factor, tl.float32) + half
+            tl.store(target, factor, mask=inside & (unit == 0) & (fill != 0))
+    return factor
+
+
+@triton.jit
+def _existing_codes(word, step, M: tl.constexpr, WORDS: tl.constexpr):
+    """Words without what pads a row's last one: any bits, which may mean NaN."""
+    rest: tl.constexpr = M.columns % M.per_word
+    if rest != 0:
+        last = step * WORDS + tl.arange(0, WORDS) == M.row_words - 1
+        kept = tl.where(last, (1 << (32 // M.per_word * rest)) - 1, -1)
+        word = word & kept[None, :]
+    return word
+
+
+@triton.jit
+def _factors(
+    scale,
+    zero,
+    factor,
+    M: tl.constexpr,
+    WORDS: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Scale and zero point of each word [ROWS, WORDS], as pairs of codes take them."""
+    scale = decoded_scales(scale, M)
+    if M.factor >= 0:
+        scale = scale * factor
+    scale, zero = pair_factors(scale, zero.to(tl.float32), EXACT, INTERPRET)
+    return _of_words(scale, WORDS), zero if M.zero < 0 else _of_words(zero, WORDS)
+
+
+@triton.jit
+def _of_words(x, WORDS: tl.constexpr):
+    """[ROWS, G] to a value for each word: [ROWS, WORDS]."""
+    each: tl.constexpr = WORDS // x.shape[1]
+    wide = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], each))
+    return tl.reshape(wide, (x.shape[0], WORDS))
+
+
+@triton.jit
+def _operand(x, HEAD: tl.constexpr, M: tl.constexpr):
+    """[HEAD, 16 words, 2] to [HEAD, 32]: neighbours within a thread as the compiler wants them.
+
+    It gives a thread of an operand 4 words side by side where it has seen a load of single bytes,
+    and 2 otherwise. With words that one thread has read in those places nothing crosses between
+    threads. Both operands have the same order, so that the sums mean the same.
+    """
+    if not M.reads_bytes:
+        x = tl.permute(tl.reshape(x, (HEAD, 4, 2, 4)), (0, 2, 1, 3))
+    return tl.reshape(x, (HEAD, 32))
+
+
+@triton.jit
+def _input_pairs(x, PARTS: tl.constexpr, M: tl.constexpr):
+    """Inputs of a step [COLS] by the pair of codes of a word: tensors [PARTS, 16 words, 2]."""
+    if M.per_word == 8:
+        even, odd = tl.split(tl.reshape(x, (PARTS, PART_WORDS, 2, 2, 2)))
+        first, third = tl.split(even)
+        second, fourth = tl.split(odd)
+        pairs = (first, second, third, fourth)
+    else:
+        pairs = tl.split(tl.reshape(x, (PARTS, PART_WORDS, 2, 2)))
+    return pairs
+
+
+@triton.jit
+def _input_operand(pair, BLOCKS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr):
+    """Inputs of one pair as an operand [BLOCKS, 32, 8]: a part's in as many columns as it has."""
+    part = tl.trans(_operand(pair, PARTS, M))
+    wide = tl.broadcast_to(part[:, None, :], (32, 8 // PARTS, PARTS))
+    return tl.broadcast_to(tl.reshape(wide, (1, 32, 8)), (BLOCKS, 32, 8))
+
+
+@triton.jit
+def _add_step(
+    acc,
+    x,
+    word,
+    scale,
+    zero,
+    BLOCKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    M: tl.constexpr,
+    DTYPE: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """acc [BLOCKS, 16, 8] and the products of one step; words as [ROWS, WORDS]."""
+    codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
+    inputs = _input_pairs(x, PARTS, M)
+    for j in tl.static_range(M.per_word // 2):
+        pair = weights_of_pair(word, scale, zero, j, codes, EXACT, DTYPE, INTERPRET)
+        w = tl.reshape(tl.join(pair[0], pair[1]), (16 * BLOCKS, PART_WORDS, 2))
+        w = tl.reshape(_operand(w, 16 * BLOCKS, M), (2, BLOCKS, 8, 32))
+        w = tl.reshape(tl.permute(w, (1, 0, 2, 3)), (BLOCKS, 16, 32))
+        acc = dot(w, _input_operand(inputs[j], BLOCKS, PARTS, M), acc, INTERPRET)
+    return acc
+
+
+@triton.jit
+def packed_row_sums(
+    vector,
+    record,
+    fill,
+    rows,
+    inside,
+    ahead,
+    M: tl.constexpr,
+    COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,
+    FILL: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """Dot products of `vector` with `rows` of a matrix of a record: FP32 of the shape of `rows`.
+
+    Args:
+        rows, inside: of `tile_rows`.
+        ahead: of `read_ahead`, its first `STEPS` steps.
+        COLS: columns of a step: as many parts of 16 words as a row of the tile has.
+    """
+    dtype: tl.constexpr = vector.dtype.element_ty
+    exact: tl.constexpr = dtype == tl.bfloat16 and M.scale_is_bfloat16
+    words: tl.constexpr = COLS // M.per_word
+    parts: tl.constexpr = words // PART_WORDS
+    blocks: tl.constexpr = rows.shape[0] * parts // 16
+    num_steps: tl.constexpr = (M.columns + COLS - 1) // COLS
+    whole: tl.constexpr = WHOLE_ROWS and M.row_words % words == 0
+    rows, inside = rows[:, None], inside[:, None]
+    factor = _load_factor(record, fill, rows, inside, M, FILL)
+    acc = tl.zeros((blocks, 16, 8), tl.float32)
+    for step in tl.static_range(num_steps):
+        word, scale, zero = ahead[3 * step], ahead[3 * step + 1], ahead[3 * step + 2]
+        if step + STEPS < num_steps:
+            ahead += _read_step(record, rows, inside, step + STEPS, M, COLS, whole)
+        if FILL:
+            _fill_step(fill, rows, inside, step, word, scale, zero, M, COLS)
+        cols = step * COLS + tl.arange(0, COLS)
+        inputs = input_columns(record, fill, rows, cols, M, FILL)
+        x = load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
+        scale, zero = _factors(scale, zero, factor, M, words, exact, INTERPRET)
+        word = _existing_codes(word, step, M, words)
+        acc = _add_step(acc, x, word, scale, zero, blocks, parts, M, dtype, exact, INTERPRET)
+    return _diagonal(acc, blocks, parts)
+
+
+@triton.jit
+def _diagonal(acc, BLOCKS: tl.constexpr, PARTS: tl.constexpr):
+    """[BLOCKS, 16, 8] to sums of rows [ROWS]: of a row's part its inputs' column."""
+    rows: tl.constexpr = 8 // PARTS
+    wanted = tl.arange(0, PARTS)[:, None] == tl.arange(0, 8)[None, :]
+    acc = tl.reshape(acc, (BLOCKS, 2, rows, PARTS, 8))
+    acc = tl.where(wanted[None, None, None, :, :], acc, 0.0)
+    sums = tl.sum(tl.reshape(acc, (BLOCKS, 2, rows, PARTS * 8)), 3)
+    return tl.reshape(tl.permute(sums, (1, 0, 2)), (2 * BLOCKS * rows,))

@@ -1,5 +1,6 @@
-"""BF16 experts in 12 bits on a GPU: of one token every bit of plain records' sums; of several, sums
-within their bound, which do not depend on places."""
+"""BF16 experts in 12 bits on a GPU: of one token every bit of plain records' sums, where rows are
+whole groups of 8 columns; else and of several, sums within their bound, which do not depend on
+places."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ pytestmark = [
 TRITON, REFERENCE = TritonKernels(), ReferenceKernels()
 NUM_EXPERTS, TOP_K = 16, 4
 
-# Of Qwen3-30B-A3B, and one that nothing divides.
-SHAPES = pytest.mark.parametrize("shape", [(2048, 768), (1031, 517)], ids=str)
+# Of Qwen3-30B-A3B, one of 8 columns times an odd number, and one that nothing divides.
+SHAPES = pytest.mark.parametrize("shape", [(2048, 768), (1032, 520), (1031, 517)], ids=str)
 
 
 def both(hidden: int, intermediate: int) -> tuple[Experts, Experts]:
@@ -60,7 +61,8 @@ def test_sums_wherever_records_are(shape: tuple[int, int], num_tokens: int) -> N
     x_TH, ids_TK = make_inputs(packed, num_tokens, TOP_K)
     want = TRITON.expert_outputs(x_TH, ids_TK, plain.addresses, plain.spec)
     got = TRITON.expert_outputs(x_TH, ids_TK, packed.addresses, packed.spec)
-    if num_tokens == 1:
+    # A plain row that begins at any address is read by narrower loads, and summed in their order.
+    if num_tokens == 1 and all(size % 8 == 0 for size in shape):
         assert torch.equal(got, want)
     oracle(plain, x_TH, ids_TK).check(got)
 

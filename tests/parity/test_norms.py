@@ -24,6 +24,7 @@ KNOWN = {
     ("gemma4", "Gemma4RMSNorm"): T5,
     ("qwen3_next", "Qwen3NextRMSNorm"): GEMMA,
     ("qwen3_next", "Qwen3NextRMSNormGated"): None,  # takes a gate as well
+    ("kimi_linear", "KimiLinearRMSNormGated"): None,  # needs one that it says may be left out
     ("cohere2_moe", "Cohere2MoeLayerNorm"): None,  # subtracts the mean
 }
 EPS32 = torch.finfo(torch.float32).eps

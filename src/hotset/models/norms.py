@@ -75,12 +75,11 @@ def find_form(module: nn.Module) -> NormForm | None:
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """One tensor comes in; a row of weights or none, a small constant, and nothing else that it
-    could compute with."""
+    """One tensor comes in, and nothing that may be left out; a row of weights or none, a small
+    constant, and nothing else that it could compute with."""
     if module._modules or module._buffers or not _constants(module):
         return False
-    given = inspect.signature(module.forward).parameters.values()
-    if sum(each.default is inspect.Parameter.empty for each in given) != 1:
+    if len(inspect.signature(module.forward).parameters) != 1:
         return False
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)

@@ -10,7 +10,7 @@ from records import layers, make_store, resident, routed, runner
 
 from hotset.core import staging
 from hotset.core.charges import expert_workspaces
-from hotset.core.formats import PLAIN, WeightFormat, int4
+from hotset.core.formats import CODES_PER_WORD, PLAIN, WeightFormat, int4
 from hotset.core.geometry import ExpertSpec, Gate, GateForm
 from hotset.core.staging import DEQUANTISE_TOKENS, DequantiseRule, dequantised_records
 from hotset.kernels.dispatch import ReferenceKernels
@@ -90,14 +90,16 @@ def test_what_has_no_tokens_is_left_alone(dequantised: list[list[int]]) -> None:
 
 
 def test_the_shape_of_a_block_decides(dequantised: list[list[int]]) -> None:
-    """128 tokens an expert on average: with 4 choices of 4 experts, 128 tokens."""
+    """Tokens an expert on average: with 4 choices of 4 experts, tokens."""
     rule = DequantiseRule()
 
     def pays(num_tokens: int, spec: ExpertSpec) -> bool:
         return rule.pays(num_tokens, spec=spec, top_k=4, num_experts=4)
 
-    assert pays(DEQUANTISE_TOKENS, PACKED) and not pays(DEQUANTISE_TOKENS - 1, PACKED)
+    least = DEQUANTISE_TOKENS["int4"]
+    assert pays(least, PACKED) and not pays(least - 1, PACKED)
     assert not pays(10**6, expert(PLAIN))
+    assert DEQUANTISE_TOKENS.keys() == CODES_PER_WORD.keys(), "every format has a number"
     store = make_store(layers(16, experts=[PACKED]))
     runner(store)(*routed(store, MANY))
     assert dequantised == [], "72 tokens of 16 experts are too few"

@@ -38,11 +38,13 @@ _OUTPUT_BYTES = 256 * 2**20
 _MOST_BLOCK_TOKENS = 4096
 _LEAST_BLOCK_TOKENS = 256
 
-# Picoseconds a weight of 4 bits takes on an H200, from rates and counts of instructions, not timed:
-# made in registers and multiplied with 128 tokens, 0.3 and 0.4, one after the other; dequantised,
-# 1.0 for the 4 bytes that are written and read, then 0.4 for each 128 tokens. So with one block of
-# 128 tokens an expert it does not pay, with two it begins to.
-DEQUANTISE_TOKENS = 128
+# By format: from so many tokens of an expert on average its weights are made once, beforehand, and
+# not in registers once for each kernel block. From rates and counts of instructions of an H200, not
+# timed: a weight of 4 bits made in registers and multiplied with 128 tokens takes 0.3 and 0.4 ps,
+# one after the other; dequantised, 1.0 for the 4 bytes that are written and read, then 0.4 for each
+# 128 tokens. So with one block of 128 tokens an expert it does not pay, with two it begins to.
+# `benchmarks/dequantise_table.py` times both ways and prints the numbers that belong here.
+DEQUANTISE_TOKENS = {"fp8": 128, "int4": 128, "nvfp4": 128, "mxfp4": 128, "lossless": 128}
 # Dequantised weights at a time. Of Qwen3-30B-A3B they are 28 experts, enough blocks of 128 tokens
 # to fill a large card a few times over; more would only take memory from slots.
 _DEQUANTISED_BYTES = 256 * 2**20
@@ -87,17 +89,23 @@ class StagingRule:
 
 @dataclass(frozen=True)
 class DequantiseRule:
-    """Chooses for one block of tokens, by its shape alone: sums may round elsewhere.
+    """Chooses for one block of tokens, by its shape and format alone: sums may round elsewhere.
 
     Attributes:
-        expert_tokens: from so many tokens of an expert on average its weights are made once,
-            beforehand, and not in registers once for each kernel block.
+        expert_tokens: from so many tokens of an expert on average; `None` takes the format's.
     """
 
-    expert_tokens: float = DEQUANTISE_TOKENS
+    expert_tokens: float | None = None
 
     def pays(self, num_tokens: int, *, spec: ExpertSpec, top_k: int, num_experts: int) -> bool:
-        return not spec.is_plain and num_tokens * top_k >= self.expert_tokens * num_experts
+        if spec.is_plain:
+            return False
+        least = self.expert_tokens
+        if least is None:
+            # Where one matrix is plain, the other one's format counts.
+            packed = spec.down_format if spec.up_format.is_plain else spec.up_format
+            least = DEQUANTISE_TOKENS[packed.name]
+        return num_tokens * top_k >= least * num_experts
 
 
 def dequantised_records(spec: ExpertSpec, num_experts: int) -> int:

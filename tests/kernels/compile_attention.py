@@ -22,6 +22,7 @@ from hotset.kernels import (
     kv_write,
     latent_decode,
     rms_norm,
+    rotary,
 )
 
 FORM = rms_norm.NormForm(1e-6, rounds_first=True)
@@ -80,6 +81,13 @@ def merged(num_heads: int, dim: int, dtype: torch.dtype) -> None:
     attention_merge.merge(parts[0], logs[0], parts[1], logs[1], dtype=dtype)
 
 
+def turned(num_heads: int, dim: int, columns: int, form: rotary.RotaryForm) -> None:
+    """Queries of a prompt, as a projection leaves them."""
+    x_BHTD = torch.empty(1, 304, num_heads, dim, dtype=torch.bfloat16).transpose(1, 2)
+    angles = [torch.empty(1, 304, columns, dtype=torch.bfloat16) for _ in range(2)]
+    rotary.rotate(x_BHTD, *angles, form, heads_at=1)
+
+
 def main(capability: int) -> None:
     compiled = Compiled()
     driver.set_active(AbsentGPU(capability))
@@ -119,6 +127,12 @@ def main(capability: int) -> None:
     for width in (128, 2048):
         rms_norm.rms_norm(torch.empty(300, width, dtype=bf16), torch.empty(width, dtype=bf16), FORM)
         rows.extend(compiled.facts(f"norm of {width}"))
+    turned(32, 128, 128, rotary.RotaryForm())
+    rows.extend(compiled.facts("rotary"))
+    turned(128, 64, 64, rotary.RotaryForm("neighbours", "halves", "first"))
+    rows.extend(compiled.facts("rotary, neighbours"))
+    turned(20, 256, 64, rotary.RotaryForm("neighbours", "neighbours", "neighbours", wide=True))
+    rows.extend(compiled.facts("rotary, some pass"))
     interpreted = device.is_interpreted(device.round_to)
     json.dump({"interpreted": interpreted, "rows": rows}, sys.stdout)
 

@@ -11,6 +11,7 @@ from kernels.codegen import compile_facts
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
 PREFILL, LATENT, MERGE = "_prefill_kernel", "_latent_kernel", "_merge_kernel"
 NORM, NORMS = "_rms_norm_kernel", ("norm of 128", "norm of 2048")
+ROTARY, TURNED = "_rotary_kernel", ("rotary", "rotary, neighbours", "rotary, some pass")
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +81,23 @@ def test_parts_and_norms_pass_16_bytes_at_a_time(
         assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 2, row
 
 
+@pytest.mark.parametrize("case", TURNED)
+def test_heads_are_turned_16_bytes_at_a_time_and_rounded_as_stock_does(
+    facts: dict[tuple[str, str], dict[str, Any]], case: str
+) -> None:
+    row = facts[case, ROTARY]
+    # A fused multiply-add would leave a rounding out. 4,096 elements in and out, 32 a thread.
+    assert row["fused_multiply_adds"] == 0, row
+    assert row["loads_16_bytes"] >= 4 and row["stores_16_bytes"] >= 4, row
+
+
 def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
     for row in (facts["fp32", PARTIAL], facts["prompt, fp32", PREFILL]):
         assert row["tensor_core"] == 0 and row["tf32"] == 0, row
 
 
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    cases = {case for case, _ in facts} - {"merged", *NORMS}
+    cases = {case for case, _ in facts} - {"merged", *NORMS, *TURNED}
     prompts = {case for case in cases if case.startswith("prompt")}
     latents = {case for case in cases if case.startswith("latents")}
     assert (len(prompts), len(latents), len(cases)) == (5, 3, 14)
@@ -95,4 +106,5 @@ def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> 
     expected |= {(case, LATENT) for case in latents}
     expected |= {(case, PREFILL) for case in prompts}
     expected |= {("merged", MERGE), *((case, NORM) for case in NORMS)}
+    expected |= {(case, ROTARY) for case in TURNED}
     assert facts.keys() == expected

@@ -1,25 +1,20 @@
 """What the `openai` client gets from `hotset serve --engine vllm`: vLLM's server, hotset's experts.
 
-Whole answers, streams, ends, choices and errors, as far as they are the protocol's; what each
-server says beyond that is its own, and tested where it is written.
+Plain completions of the model that is in the package; the rest of the protocol is asked for in
+`test_client_suite.py`, of a server whose answers are known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from vllm_process import free_port, listening
 
-START_SECONDS = 300
 PROMPT = "The history of the city"
 NAME = "pocket"
 
@@ -30,48 +25,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     of each other up to the order of sums in FP32."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed (requirements-vllm.txt)")
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    port = free_port()
     command = [str(Path(sys.executable).with_name("hotset")), "serve", NAME, "--engine", "vllm"]
     command += ["--device", "cpu", "--dtype", "float32", "--vram", "120MiB", "--context", "256"]
     command += ["--max-batch", "4", "--port", str(port), "--no-graphs"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
-    try:
-        address = f"http://127.0.0.1:{port}"
-        wait_until_ready(address, process, log)
+    log = tmp_path_factory.mktemp("server") / "log"
+    with listening(command, port=port, log=log) as address:
         yield f"{address}/v1"
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
-def wait_until_ready(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    import httpx
-
-    end = time.monotonic() + START_SECONDS
-    while time.monotonic() < end:
-        assert process.poll() is None, log.read_text()[-5000:]
-        try:
-            if httpx.get(f"{address}/health").status_code == 200:
-                break
-        except httpx.TransportError:
-            time.sleep(1)
-    else:
-        raise AssertionError(f"no answer in {START_SECONDS} s: {log.read_text()[-5000:]}")
-    assert "experts of" in log.read_text(), "hotset has the experts, and says so"
 
 
 def complete(url: str, **options: object) -> object:

@@ -7,13 +7,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import anthropic
 import numpy as np
 import openai
+import torch
 from scripted import ScriptedScheduler, running
 
+from hotset.core.request import TokenMatcher
+from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
 from hotset.runtime.routing import Traffic
 from hotset.runtime.text import Text
 from hotset.server.config import ServerConfig
@@ -65,7 +68,12 @@ class Scripted:
         scheduler: what it is served by.
         served: what it serves.
         process, thread: the server and where it runs.
+        thinks: whether it tells the reasoning of an answer from the rest.
+        end_tokens: how many tokens of an answer are its end, in its usage.
     """
+
+    thinks: ClassVar[bool] = True
+    end_tokens: ClassVar[int] = 0
 
     scheduler: ScriptedScheduler
     served: Served
@@ -76,6 +84,11 @@ class Scripted:
     def say(self, text: str | bytes) -> None:
         """From now on every answer is this."""
         self.scheduler.script = lambda request: byte_ids(text)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request runs or waits."""
+        return not self.scheduler.rows
 
     def ended(self) -> None:
         """Waits until every request has ended."""
@@ -119,3 +132,17 @@ def serving(text: Text, config: ServerConfig | None = None, **options: Any) -> I
     served = served_by(scheduler, text)
     with running(served, config) as (url, process, thread):
         yield Scripted(scheduler, served, url, process, thread)
+
+
+def allows(matcher: TokenMatcher, text: str) -> bool:
+    """Whether an answer may be this text, byte by byte, and end there."""
+    words, end = np.zeros(num_words(BYTE_VOCAB), dtype=np.int32), END_ID
+    for token in (*byte_ids(text), end):
+        if matcher.is_complete:
+            return token == end
+        matcher.fill_mask(words)
+        if not unpack_mask(torch.from_numpy(words)[None], BYTE_VOCAB)[0, token]:
+            return False
+        if token != end:
+            matcher.accept(token)
+    return True

@@ -20,7 +20,8 @@ def test_a_whole_answer(server: Scripted) -> None:
     assert choice.message.content == "Hello" and choice.finish_reason == "stop"
     assert done.model == NAME and done.usage is not None
     prompt = server.served.text.encode_chat(HELLO)
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(prompt), 5)
+    wanted = len(prompt), 5 + server.end_tokens
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == wanted
 
 
 def test_a_stream_is_the_same_in_pieces(server: Scripted) -> None:
@@ -39,7 +40,7 @@ def test_usage_comes_last_when_it_is_asked_for(server: Scripted) -> None:
     )
     *_, last = stream
     assert last.choices == [] and last.usage is not None
-    assert last.usage.total_tokens == last.usage.prompt_tokens + 5
+    assert last.usage.total_tokens == last.usage.prompt_tokens + 5 + server.end_tokens
 
 
 def test_asynchronous_clients_at_once(server: Scripted) -> None:

@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from clients import allows
 from test_parsers import FAMILIES, HARMONY, LLAMA_4, LLAMA_4_LIST
 
 from hotset.core.errors import RequestError
 from hotset.core.request import TokenMatcher
-from hotset.kernels.sample_adjust_reference import num_words, unpack_mask
 from hotset.runtime.text import Text
 from hotset.server.ask import Ask, Tool
 from hotset.server.forced import make_matcher
-from vocabulary import BYTE_VOCAB, EOS, SPECIALS, byte_ids
+from vocabulary import byte_ids
 
 SCHEMA: Any = {
     "type": "object",
@@ -36,20 +34,6 @@ FORMS["harmony"] = (
     "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
     '{"city": "Oslo", "days": 3}',
 )
-
-
-def allows(matcher: TokenMatcher, text: str) -> bool:
-    """Whether an answer may be this text, byte by byte, and end there."""
-    words, end = np.zeros(num_words(BYTE_VOCAB), dtype=np.int32), SPECIALS.index(EOS)
-    for token in (*byte_ids(text), end):
-        if matcher.is_complete:
-            return token == end
-        matcher.fill_mask(words)
-        if not unpack_mask(torch.from_numpy(words)[None], BYTE_VOCAB)[0, token]:
-            return False
-        if token != end:
-            matcher.accept(token)
-    return True
 
 
 def matcher_of(text: Text, ask: Ask, prompt: str = "") -> TokenMatcher:

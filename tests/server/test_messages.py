@@ -26,7 +26,8 @@ def test_a_whole_message(server: Scripted) -> None:
     assert [block.type for block in done.content] == ["text"] and text_of(done) == "Hello"
     assert (done.stop_reason, done.stop_sequence, done.role) == ("end_turn", None, "assistant")
     prompt = server.served.text.encode_chat([{"role": "system", "content": "Be brief"}, *HELLO])
-    assert (done.usage.input_tokens, done.usage.output_tokens) == (len(prompt), 5)
+    assert done.usage.input_tokens == len(prompt)
+    assert done.usage.output_tokens == 5 + server.end_tokens
 
 
 def test_a_stream_adds_up_to_the_same(server: Scripted) -> None:
@@ -34,7 +35,8 @@ def test_a_stream_adds_up_to_the_same(server: Scripted) -> None:
         pieces = list(stream.text_stream)
         final = stream.get_final_message()
     assert pieces == list("Hello") and text_of(final) == "Hello"
-    assert final.stop_reason == "end_turn" and final.usage.output_tokens == 5
+    assert final.stop_reason == "end_turn"
+    assert final.usage.output_tokens == 5 + server.end_tokens
 
 
 @pytest.mark.parametrize(

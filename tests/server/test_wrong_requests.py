@@ -40,7 +40,7 @@ def refused(server: Scripted, path: str = "/v1/chat/completions", **changes: Any
     """The error of a request that is right but for these fields."""
     status, body = post(server, path, {**CHAT, **changes})
     assert status == 400, body
-    assert server.scheduler.rows == {}
+    assert server.is_idle
     error: dict[str, Any] = body["error"]
     return error
 

@@ -125,10 +125,36 @@ def test_memory_flags_change_what_is_allocated(run, chatty: Path) -> None:
     assert 0 < slots(*chunk, "--context", "96", *roomy) < many
 
 
-def test_options_of_the_shell_are_checked_by_the_shell(run, chatty: Path) -> None:
-    for flags in (("--frobnicate",), ("--max-tokens", "many")):
-        done = run("generate", chatty, "hello", *flags)
-        assert done.code == 2 and done.out == "" and "Usage:" in done.err
+@pytest.mark.parametrize(
+    ("words", "cause", "command"),
+    [
+        (["generate", "m", "--frobnicate"], "no such option: --frobnicate", "hotset generate"),
+        (["generate", "m", "--max-tokens", "many"], "`--max-tokens` is `many`", "hotset generate"),
+        (["generate", "m", "--max-tokens", "1.5"], "must be a whole number", "hotset generate"),
+        (
+            ["generate", "m", "--top-p", "x"],
+            "`--top-p` is `x`, it must be a num",
+            "hotset generate",
+        ),
+        (["generate", "m", "--seed"], "option '--seed' requires an argument", "hotset"),
+        (["generate", "m", "hello", "more"], "unexpected extra argument", "hotset generate"),
+        (["generate"], "missing argument 'MODEL'", "hotset generate"),
+        (["bench", "expert"], "no such command 'expert'. Did you mean", "hotset bench"),
+    ],
+)
+def test_words_that_are_no_command(run, words: list[str], cause: str, command: str) -> None:
+    """Said as every other error: value, what it must be, where to look; no library's words."""
+    done = run(*words)
+    assert done.code == 2 and done.out == ""
+    assert done.err.startswith("error: ") and cause in done.last_words[0]
+    assert done.last_words[1] == f"hint: `{command} --help` says what it takes"
+    assert "Input should be" not in done.err
+
+
+@pytest.mark.parametrize("words", [[], ["bench"]])
+def test_no_words_at_all_are_answered_with_the_help(run, words: list[str]) -> None:
+    done = run(*words)
+    assert done.code == 2 and "Commands:" in done.err and "error: " not in done.err
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,25 @@ def test_without_a_profile_the_static_sets_are_left_out(trace_path):
         (("--plot", "x.pdf"), "end it in .png or .svg"),
         (("--policy", "static-global", "--profile-from", "none"), "needs a profile"),
         (("--victims", "0"), "must be in 1..127"),
+        (("--wish-lag", "-1"), "`--wish-lag` is -1, the least is 0"),
     ],
 )
 def test_wrong_flags_are_refused(trace_path, args, text):
     with pytest.raises(HotsetError) as raised:
         run(trace_path, *args)
     assert text in str(raised.value)
+
+
+def test_one_sequence_has_no_odd_ones(tmp_path):
+    """The hint is a command line that works, and what it says of a text is so."""
+    path = tmp_path / "one.trace"
+    ids = skewed_ids(num_tokens=60, num_layers=2, num_experts=16, top_k=2, seed=0)
+    with TraceWriter(path, make_trace([ids], num_experts=16).info) as writer:
+        writer.append(writer.open_sequence("a"), ids)
+    with pytest.raises(ConfigError, match="there is 1 sequence") as raised:
+        run(path)
+    flags = (raised.value.hint or "").split("`")[1].split()
+    assert run(path, *flags, "--policy", "lru", "--slots", "0.5")
 
 
 def test_forecast_from_sequences_or_a_profile_file(trace_path, tmp_path):

@@ -80,6 +80,15 @@ def test_a_short_name_of_a_dtype_gets_the_long_one(value: str, meant: str) -> No
     assert caught.value.hint == f"did you mean `{meant}`?"
 
 
+@pytest.mark.parametrize(
+    ("policy", "hint"), [("half-live", "did you mean `half-life`?"), ("", "one of half-life, ")]
+)
+def test_an_unknown_policy_is_refused_with_the_flag(policy: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"`--policy` is `{policy}`") as caught:
+        engine_config("m", policy=policy)
+    assert (caught.value.hint or "").startswith(hint)
+
+
 def test_sound_values_are_kept() -> None:
     config = EngineConfig.from_options(
         "m", vram="1.5GiB", ram=1, context=2, half_life=4, graphs=False, dtype="float32"

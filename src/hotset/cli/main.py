@@ -21,6 +21,7 @@ from hotset.cli.plan import plan
 from hotset.cli.quantize import quantize
 from hotset.cli.serve import serve
 from hotset.cli.simulate import simulate
+from hotset.cli.usage import usage_in_our_words
 from hotset.cli.verify import verify
 from hotset.core import env
 from hotset.core.errors import ConfigError, HotsetError
@@ -99,7 +100,8 @@ def _run(args: list[str]) -> None:
     """The command; everything it put out is written when this is left.
 
     Raises:
-        ConfigError: there is no stdout.
+        SystemExit: with the exit code.
+        ConfigError: there is no stdout, or the words are no command's.
         OSError: stdout takes no more.
     """
     if sys.stderr is None:  # what Python makes of a closed descriptor
@@ -107,9 +109,11 @@ def _run(args: list[str]) -> None:
     if sys.stdout is None:
         raise ConfigError("stdout is closed", hint="`> /dev/null` drops the output")
     try:
-        app(args, prog_name="hotset", standalone_mode=True)
+        with usage_in_our_words():
+            code = app(args, prog_name="hotset", standalone_mode=False)
     finally:
         sys.stdout.flush()  # a failure can be said here, at the interpreter's end it cannot
+    sys.exit(code)
 
 
 def _words(error: Exception) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from hotset.cli.options import Device, Dtype, Ram, Revision, Vram
+from hotset.cli.options import Device, Dtype, Ram, Revision, Vram, check_count
 from hotset.cli.simulate_model import DEFAULT_TOKENS, DEFAULT_WINDOW, find_trace
 from hotset.cli.simulate_output import print_results, to_rows
 from hotset.core.costmodel import predict_step
@@ -111,7 +111,7 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
         int, typer.Option(help="Residents per layer that a step may give up.")
     ] = NUM_VICTIMS,
     wish_lag: Annotated[
-        int, typer.Option(help="Steps that the wishes are late; the engine's are 0 or 1.", min=0)
+        int, typer.Option(help="Steps that the wishes are late; the engine's are 0 or 1.")
     ] = 0,
     experts: Annotated[
         int | None, typer.Option(help="Experts per layer, where the file does not say.")
@@ -143,9 +143,11 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 
         check_plot_path(plot)
     _check_prediction(machine, shape, is_model=bool(text))
+    check_count("--wish-lag", wish_lag, least=0)
     found = find_trace(
         trace,
         num_experts=experts,
+        num_wanted=2 if "odd" in (sequences, profile_from) else 1,
         texts=text or [],
         tokens=tokens,
         window=window,

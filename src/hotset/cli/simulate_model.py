@@ -40,6 +40,7 @@ def find_trace(
     name: str,
     *,
     num_experts: int | None,
+    num_wanted: int,
     texts: list[Path],
     tokens: int | None,
     window: int | None,
@@ -50,6 +51,7 @@ def find_trace(
 
     Args:
         num_experts: of a layer, where a file does not say.
+        num_wanted: sequences that there must be at least.
         tokens: most of each text; default `DEFAULT_TOKENS`.
         window: tokens of one sequence; default `DEFAULT_WINDOW`.
         keep: file for the recorded trace; it is forgotten otherwise.
@@ -57,7 +59,8 @@ def find_trace(
 
     Raises:
         CheckpointError: no such trace or model.
-        ConfigError: flags that only mean something with the other of the two.
+        ConfigError: flags that only mean something with the other of the two; too few sequences,
+            of a text before the model is run on it.
     """
     if texts:
         if num_experts is not None:
@@ -67,6 +70,7 @@ def find_trace(
             {file: read_text(file, flag="--text") for file in texts},
             tokens=DEFAULT_TOKENS if tokens is None else tokens,
             window=DEFAULT_WINDOW if window is None else window,
+            num_wanted=num_wanted,
             keep=keep,
             options=options,
         )
@@ -78,12 +82,23 @@ def find_trace(
                 hint="give `--text FILE` to run the model on, or leave it out",
             )
     try:
-        return Recording(load_trace(name, num_experts=num_experts))
+        trace = load_trace(name, num_experts=num_experts)
     except CheckpointError as error:
         if Path(name).is_file():
             raise
         hint = f"{error.hint}; of a model, give a text to run: `--text FILE`"
         raise CheckpointError(error.message, hint=hint) from error
+    _check_enough(len(trace.sequences), num_wanted)
+    return Recording(trace)
+
+
+def _check_enough(num_sequences: int, num_wanted: int) -> None:
+    if num_sequences < num_wanted:
+        raise ConfigError(
+            f"there is {num_sequences} sequence, and `odd` ones begin with the second",
+            hint="`--sequences all --profile-from none` takes what is there; a longer `--text`, or "
+            "a shorter `--window`, makes more of them",
+        )
 
 
 def _record(
@@ -92,6 +107,7 @@ def _record(
     *,
     tokens: int,
     window: int,
+    num_wanted: int,
     keep: Path | None,
     options: dict[str, Any],
 ) -> Recording:
@@ -108,6 +124,7 @@ def _record(
         for file, content in words.items()
         for excerpt in cut_text(source.text, content, domain=file.stem, window=window, most=tokens)
     ]
+    _check_enough(len(excerpts), num_wanted)
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder) / "trace"
         trace = record_texts(source, config, excerpts, path, list(words))

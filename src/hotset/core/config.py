@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from hotset.core.errors import ConfigError
+from hotset.core.policy import POLICIES
 from hotset.core.units import MAX_BYTES, parse_bytes
 
 DEVICES = ("cuda", "cpu")
@@ -129,6 +130,7 @@ class EngineConfig:
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("staging", self.staging, STAGING)
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _check_choice("policy", self.policy, tuple(POLICIES))
         _check_range("vram", self.vram_bytes, 0, MAX_BYTES)
         _check_range("ram", self.ram_bytes, 1, MAX_BYTES)
         _check_range("context", self.context_tokens, 2, MAX_TOKENS)
@@ -200,7 +202,7 @@ class EngineConfig:
 
 def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
     if value is not None and value not in choices:
-        meant = _SHORT.get(value.lower())
+        meant = _SHORT.get(value.lower()) or next(iter(get_close_matches(value, choices, n=1)), "")
         hint = f"did you mean `{meant}`?" if meant in choices else f"one of {', '.join(choices)}"
         raise ConfigError(f"`{name}` is `{value}`", hint=hint, option=name)
 

@@ -7,6 +7,7 @@ outputs in the memory of the capture. So what is read at a stale address is read
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,10 +47,22 @@ def install() -> None:
 
 
 def hold_nothing() -> None:
-    """The control: outputs of experts stay wherever they are."""
+    """A control: outputs of experts stay wherever they are."""
     from hotset.integrations.vllm.held import HeldOutputs
 
     HeldOutputs.hold = lambda self, outputs, is_read_by_graph: list(outputs)
+
+
+def fetch_for_padding() -> None:
+    """A control: rows of padding have the experts that they are routed to."""
+    os.environ["VLLM_MOE_SKIP_PADDING"] = "0"
+    from hotset.integrations.vllm import padding
+
+    padding._num_real_tokens = lambda context: None
+
+
+# A job's word for what is to go wrong.
+BREAK = {"broken": hold_nothing, "padding fetched": fetch_for_padding}
 
 
 class SimulatedGraph:

@@ -128,6 +128,22 @@ def test_captured_pieces_read_what_experts_wrote(run_vllm: Run) -> None:
     assert control["graphs"]["moved"] > 0 and control["tokens"] != ours["tokens"]
 
 
+def test_no_expert_is_fetched_for_padding(run_vllm: Run) -> None:
+    """Three sequences run in graphs of four, and use what three use."""
+    job: dict[str, Any] = {"model": str(resolve_model("pocket")), "hotset": {"vram": "3MiB"}}
+    eager, padded, control = (
+        run_vllm(**job, graphs=graphs) for graphs in (None, "as on a GPU", "padding fetched")
+    )
+    assert eager["tokens"] == padded["tokens"] == control["tokens"]
+    assert num_used(padded) == num_used(eager) < num_used(control)
+
+
+def num_used(answer: dict[str, Any]) -> int:
+    """Experts that the prompts and their answers used, each once a step."""
+    (before,), (behind,) = answer["traffic before"], answer["traffic"]
+    return int(behind["used"] - before["used"])
+
+
 def test_other_weights_give_other_tokens(run_vllm: Run, tmp_path: Path) -> None:
     """The control: these tokens depend on the experts."""
     bf16: dict[str, Any] = {"dtype": "bfloat16", "hotset": {"vram": 0}}

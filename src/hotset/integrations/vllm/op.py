@@ -13,6 +13,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from hotset.integrations.vllm.config import KEY
 from hotset.integrations.vllm.model import ModelExperts
+from hotset.integrations.vllm.padding import kept_ids
 
 # An op lives as long as its library.
 _LIBRARY = torch.library.Library("hotset", "FRAGMENT")
@@ -22,11 +23,11 @@ def _routed_experts(
     hidden_states: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, layer: int
 ) -> torch.Tensor:
     """[T, H] from [T, H], [T, K] and [T, K]; `layer` is its index among the MoE layers."""
-    model = get_forward_context().no_compile_layers[KEY]
+    context = get_forward_context()
+    model = context.no_compile_layers[KEY]
     assert isinstance(model, ModelExperts)
     # The ids are read again behind the step, when a compiled graph has used their memory anew.
-    kept_TK = ids.to(torch.int32, copy=True)
-    return model.run(layer, hidden_states.contiguous(), kept_TK, weights)
+    return model.run(layer, hidden_states.contiguous(), kept_ids(ids, context), weights)
 
 
 def _fake(

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
 
 from hotset.kernels.rms_norm import NormForm, reference, rms_norm
+from hotset.models.kinds import refit
 
 # Rows of different sizes, so that `eps` shows in some; widths are those of the module.
 _PROBE_SIZES = (1e-4, 1e-3, 1e-2, 0.3, 1.0, 7.0)
@@ -33,21 +33,12 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         How many there are.
     """
-    # One class for a kind: what a compiler has made for one of its modules serves the others.
-    classes: dict[tuple[Any, ...], type[nn.Module] | None] = {}
-    found = 0
-    for module in model.modules():
-        if not _may_be_norm(module):
-            continue
-        kind = _kind(module)
-        if kind not in classes:
-            form = find_form(module)
-            classes[kind] = None if form is None else _fused(type(module), form)
-        fused = classes[kind]
-        if fused is not None:
-            module.__class__ = fused
-            found += 1
-    return found
+
+    def make(module: nn.Module) -> type[nn.Module] | None:
+        form = find_form(module)
+        return None if form is None else _fused(type(module), form)
+
+    return refit(model, make)
 
 
 def find_form(module: nn.Module) -> NormForm | None:
@@ -84,14 +75,6 @@ def _may_be_norm(module: nn.Module) -> bool:
     parameters = dict(module.named_parameters())
     weight = parameters.pop("weight", None)
     return not parameters and (weight is None or weight.dim() == 1)
-
-
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Modules of equal kinds compute the same of their weights."""
-    plain = (bool, int, float, str, type(None))
-    settings = [(n, v) for n, v in vars(module).items() if isinstance(v, plain) and n != "training"]
-    weight = getattr(module, "weight", None)
-    return (type(module), tuple(sorted(settings)), None if weight is None else weight.dtype)
 
 
 def _constants(module: nn.Module) -> list[float]:

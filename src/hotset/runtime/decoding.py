@@ -23,6 +23,7 @@ from hotset.models.compiled import CompiledLayers
 from hotset.models.linear_kernels import missing_packages
 from hotset.models.norms import fuse_norms
 from hotset.models.rotary import fuse_rotary
+from hotset.models.routers import fuse_routers
 from hotset.models.seam import ExpertsFunction
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.kv_pool import BLOCK_TOKENS, KVPool
@@ -183,6 +184,7 @@ class Decoding:
         if fused:
             fuse_norms(model)
             fuse_rotary(model)
+            fuse_routers(model)
         options = DecodeOptions(
             graph=on_gpu and triton and config.graphs,
             layers=CompiledLayers(model) if fused else None,

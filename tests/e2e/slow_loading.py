@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
-
-import torch
+from collections.abc import Iterable
 
 from hotset.checkpoint import loader
-from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.reader import Range, ShardReader
 from hotset.cli.main import main
 
 
@@ -23,14 +21,15 @@ class SlowReader(ShardReader):
 
     told = False
 
-    def read_into(self, file: Path, offset: int, *destinations: torch.Tensor) -> None:
+    def read_all(self, ranges: Iterable[Range]) -> None:
         if not SlowReader.told:
             SlowReader.told = True
             print("loading", flush=True)
         time.sleep(0.1)
-        super().read_into(file, offset, *destinations)
+        super().read_all(ranges)
 
 
 if __name__ == "__main__":
+    loader._BATCH_BYTES = 1
     loader.ShardReader = SlowReader  # type: ignore[misc]
     main(sys.argv[1:])

@@ -15,7 +15,8 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(ShardReader, "read_into", read)
+    for name in ("read_into", "read_checked", "read_all"):
+        monkeypatch.setattr(ShardReader, name, read)
 
 
 def test_a_plan_that_fits(run, chatty: Path) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from checkpoints import (
 from hotset.checkpoint import jobs, loader
 from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.loader import load_experts
-from hotset.checkpoint.reader import ShardReader
+from hotset.checkpoint.reader import Range, ShardReader
 from hotset.checkpoint.resident import resident_state_dict
 from hotset.checkpoint.validate import check_complete, check_materialised
 from hotset.core.errors import CheckpointError
@@ -97,11 +97,18 @@ def test_casts_round_once(
 
 
 @pytest.mark.parametrize("num_shards", [1, 7])
-@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize(("num_threads", "batch_bytes"), [(1, 2**25), (4, 2**25), (2, 10_000)])
 def test_sharding_and_threads_do_not_matter(
-    mixtral: tuple[Path, Any], tmp_path: Path, num_shards: int, num_threads: int
+    mixtral: tuple[Path, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_shards: int,
+    num_threads: int,
+    batch_bytes: int,
 ) -> None:
-    """One file without an index, or an expert's pieces dealt out to seven."""
+    """One file without an index, or an expert's pieces dealt out to seven; all jobs in one batch,
+    or two at a time."""
+    monkeypatch.setattr(loader, "_BATCH_BYTES", batch_bytes)
     folder, stock = mixtral
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     rewrite(tmp_path, lambda tensors: None, num_shards=num_shards)
@@ -126,9 +133,10 @@ def test_disks_are_read_forwards_and_all_bytes_once(mixtral: tuple[Path, Any]) -
     reads: list[tuple[Path, int, int]] = []
 
     class Recorder(ShardReader):
-        def read_into(self, file: Path, offset: int, *destinations: torch.Tensor) -> None:
-            reads.append((file, offset, sum(each.nbytes for each in destinations)))
-            super().read_into(file, offset, *destinations)
+        def read_all(self, ranges: Iterable[Range]) -> None:
+            ranges = list(ranges)
+            reads.extend((one.file, one.offset, len(one.memory)) for one in ranges)
+            super().read_all(ranges)
 
     seen: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:

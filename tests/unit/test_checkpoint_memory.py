@@ -13,6 +13,7 @@ import torch
 from memory_of_loading import write_checkpoint
 
 from checkpoints import empty_records, open_checkpoint
+from hotset.checkpoint import loader
 from hotset.checkpoint.loader import load_experts
 from tiny import save_tiny, tiny_config
 
@@ -63,6 +64,7 @@ def test_the_page_cache_of_a_shard_is_given_back_once_it_is_used_up(
         events.append(names[descriptor])
         return real_read(descriptor, *arguments)
 
+    monkeypatch.setattr(loader, "_BATCH_BYTES", 1)  # the whole model would be one
     monkeypatch.setattr(os, "open", opens)
     monkeypatch.setattr(os, "preadv", reads)
     monkeypatch.setattr(

@@ -30,7 +30,17 @@ _AT_LEAST_TWO = {
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or Inf; an integer tensor always is.
+    """Whether no element is NaN or Inf; an integer tensor always is."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return bool(torch.isfinite(tensor).all())
+    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return is_finite_memory(data.data, tensor.dtype)
+
+
+def is_finite_memory(memory: memoryview, dtype: torch.dtype) -> bool:
+    """Whether none of the numbers in some bytes is NaN or Inf; of an integer dtype none is.
 
     Weights are hardly ever 2 or more: where the union of all bits has none that such magnitudes
     have, one pass has seen it (57 GB/s on one core). Otherwise: a float is finite when its bits are
@@ -38,18 +48,22 @@ def is_finite(tensor: torch.Tensor) -> bool:
     for positive values and the unsigned one for negative ones, without a temporary: 35 GB/s for
     bfloat16, where `torch.isfinite(x).all()` reaches 0.7. An all-reduce by `sum` is no substitute,
     it overflows on finite values.
+
+    Args:
+        memory: contiguous bytes, whole numbers.
+        dtype: theirs.
     """
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not dtype.is_floating_point or not len(memory):
         return True
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.dtype not in _BITS:
-        return bool(torch.isfinite(tensor).all())
-    signed, unsigned, plus_inf, minus_inf = _BITS[tensor.dtype]
-    data = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    if tensor.dtype in _AT_LEAST_TWO and data.nbytes % 8 == 0:
-        union = int(np.bitwise_or.reduce(data.view(np.uint64)))
-        if not union & _AT_LEAST_TWO[tensor.dtype]:
+    if dtype not in _BITS:
+        return bool(torch.isfinite(torch.frombuffer(memory, dtype=dtype)).all())
+    signed, unsigned, plus_inf, minus_inf = _BITS[dtype]
+    if dtype in _AT_LEAST_TWO and len(memory) % 8 == 0:
+        union = int(np.bitwise_or.reduce(np.frombuffer(memory, np.uint64)))
+        if not union & _AT_LEAST_TWO[dtype]:
             return True
-    return bool(data.view(signed).max() < plus_inf and data.view(unsigned).max() < minus_inf)
+    largest = np.frombuffer(memory, signed).max(), np.frombuffer(memory, unsigned).max()
+    return bool(largest[0] < plus_inf and largest[1] < minus_inf)
 
 
 def not_finite(entry: TensorEntry) -> CheckpointError:

@@ -71,19 +71,44 @@ class Job:
         """Any of them: says which parameter, and how it is converted."""
         return self.pieces[0]
 
-    @cached_property
+    @property
     def sources(self) -> tuple[Source, ...]:
         """All that is read for it, but for an order of rows."""
         return tuple(s for piece in self.pieces for s in sources_of(piece, self.expert))
 
+    @property
+    def place(self) -> tuple[Path, int]:
+        """File and offset of the first numbers or codes."""
+        piece = self.piece
+        entry, codes = piece.entry, piece.entry
+        if piece.expert is not None:
+            return entry.file, entry.offset
+        if isinstance(entry, PackedEntry):
+            codes = max(entry.parts.values(), key=lambda part: part.nbytes)
+        return entry.file, codes.offset + self.expert * (codes.nbytes // codes.shape[0])
+
     @cached_property
     def nbytes(self) -> int:
-        return sum(source.nbytes for source in self.sources)
+        """Of its sources."""
+        return sum(
+            piece.entry.nbytes
+            if piece.expert is not None
+            else piece.entry.nbytes // piece.param.shape[0]
+            for piece in self.pieces
+        )
 
     @cached_property
     def files(self) -> frozenset[Path]:
         """Of its sources."""
-        return frozenset(source.entry.file for source in self.sources)
+        return frozenset(
+            part.file
+            for piece in self.pieces
+            for part in (
+                piece.entry.parts.values()
+                if isinstance(piece.entry, PackedEntry)
+                else (piece.entry,)
+            )
+        )
 
 
 def plan_jobs(key_map: KeyMap) -> list[Job]:
@@ -101,7 +126,7 @@ def plan_jobs(key_map: KeyMap) -> list[Job]:
     for (name, _), parts in pieces.items():
         packed = name in formats and not formats[name].is_plain
         jobs += _jobs_of(parts, packed=packed, orders=orders)
-    jobs.sort(key=lambda job: (job.sources[0].entry.file, job.sources[0].offset))
+    jobs.sort(key=lambda job: job.place)
     return jobs
 
 

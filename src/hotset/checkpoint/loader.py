@@ -1,16 +1,11 @@
-"""Streams experts from the shards into their records, one piece at a time.
+"""Streams experts from the shards into their records, some MiB at a time.
 
-Knows where the bytes of an expert are and how a record wants them (gate rows, then up rows, each
-[out, in]); knows nothing of where records live: `destination` hands out views. Host memory beyond
-those views is one piece a thread (two where it is packed), or one expert's pieces where the library
-must convert them.
+Deals out jobs to threads and counts what is done; what becomes of one is in `filling`. Knows
+nothing of where records live: `destination` hands out views. Host memory beyond those views is some
+MiB a thread for what cannot be read in place, and a block for what is read past the page cache.
 
-Four routes, and a last step behind the first three where the record's fields are lossless:
-    read        the file's rows are the record's rows: read straight into it
-    rearrange   transposed, interleaved or of another dtype: read to scratch, one copy
-    convert     the library's own operations, run on one expert; quantised pieces are dequantised
-    pack        codes and companions of quantised weights, by `packing`
-    lossless    rows of BF16 weights, read beside the record, by `lossless`
+Threads share Python's lock, which reading and checking give up. So a thread takes neighbouring jobs
+of `_BATCH_BYTES` together: what Python does for one of them is little, and the reads are long.
 """
 
 from __future__ import annotations
@@ -18,34 +13,25 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Event, Lock
 
-import torch
-
-from hotset.checkpoint.convert import convert_expert
-from hotset.checkpoint.finite import is_finite, not_finite
-from hotset.checkpoint.jobs import Job, Kind, Source, plan_jobs, sources_of
-from hotset.checkpoint.lossless import pack_lossless
-from hotset.checkpoint.mapping import ExpertPiece, KeyMap
-from hotset.checkpoint.packed import PackedEntry, one_of_all, read_packed
-from hotset.checkpoint.packing import pack
-from hotset.checkpoint.params import as_in_module
+from hotset.checkpoint.filling import Destination, Filling
+from hotset.checkpoint.jobs import Job, plan_jobs
+from hotset.checkpoint.mapping import KeyMap
+from hotset.checkpoint.packing import Packing
 from hotset.checkpoint.reader import ShardReader
-from hotset.core.errors import CheckpointError
+from hotset.checkpoint.scratch import Scratch
+from hotset.core.units import MIB
 
-Fields = dict[str, torch.Tensor]
-# (layer, expert) -> writable views of the record's fields by name. Called from several threads
-# and several times for a record.
-Destination = Callable[[int, int], Fields]
 # (bytes done, bytes in total); called in the caller's thread, a few times a second.
 Progress = Callable[[int, int], None]
 
 _PROGRESS_SECONDS = 0.1
-# What the fields of a quantised matrix are called beyond its own name (`core.geometry`).
-_COMPANIONS = ("_scale", "_zero", "_global", "_order")
+# Of the jobs that a thread takes at a time.
+_BATCH_BYTES = 32 * MIB
 
 
 @dataclass(frozen=True)
@@ -107,10 +93,12 @@ class _Crew:
     """A few threads that work off one list of jobs in order, and stop together."""
 
     def __init__(self, jobs: list[Job], reader: ShardReader, destination: Destination) -> None:
-        self.total_bytes = sum(job.nbytes for job in jobs)
-        self._jobs = iter(enumerate(jobs))
+        self._sizes = [job.nbytes for job in jobs]
+        self.total_bytes = sum(self._sizes)
+        self._jobs, self._next = jobs, 0
         self._reader = reader
         self._destination = destination
+        self._packing = Packing(reader)
         self._left = Counter(file for job in jobs for file in job.files)
         self._done_bytes = 0
         self._failures: dict[int, Exception] = {}
@@ -118,7 +106,7 @@ class _Crew:
         self._lock = Lock()
 
     def run(self, num_threads: int, progress: Progress | None) -> None:
-        """Works until all is done; raises what the first failing job in order raised."""
+        """Works until all is done; raises what the first failing batch in order raised."""
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load-experts") as pool:
             try:
                 workers = {pool.submit(self._work) for _ in range(num_threads)}
@@ -127,150 +115,56 @@ class _Crew:
                     if progress is not None:
                         progress(self._done_bytes, self.total_bytes)
             finally:
-                # On Ctrl-C each thread finishes its piece; leaving the block waits for them.
+                # On Ctrl-C each thread finishes what it reads; leaving the block waits for them.
                 self._stop.set()
         if self._failures:
             raise self._failures[min(self._failures)]
 
     def _work(self) -> None:
-        scratch = _Scratch()
+        scratch = Scratch()
         while not self._stop.is_set():
-            with self._lock:
-                number, job = next(self._jobs, (-1, None))
-            if job is None:
+            first, end = self._take()
+            if first == end:
                 return
             try:
-                self._do(job, scratch)
+                self._do(self._jobs[first:end], scratch)
             except Exception as error:
                 # Jobs are handed out in order, so of several failures the first in order is among
                 # those recorded: the message does not depend on timing.
-                self._failures[number] = error
+                self._failures[first] = error
                 self._stop.set()
                 raise
-            self._finish(job)
+            self._finish(first, end)
 
-    def _do(self, job: Job, scratch: _Scratch) -> None:
-        param = job.piece.param
-        fields = self._destination(param.layer, job.expert)
-        if job.kind is Kind.PACK:
-            self._pack(job, fields)
-            return
-        if f"{param.field}_exponent" in fields:
-            self._pack_lossless(job, fields, scratch)
-            return
-        field = fields[param.field]
-        self._fill(job, field if job.rows is None else field[job.rows], scratch)
-
-    def _fill(self, job: Job, field: torch.Tensor, scratch: _Scratch) -> None:
-        """Fills rows of a plain field."""
-        rows = as_in_module(field, job.piece.param)
-        if job.kind is Kind.CONVERT:
-            self._convert(job, rows)
-            return
-        (source,) = job.sources
-        if rows.is_contiguous() and rows.dtype == source.dtype and _in_host_memory(rows):
-            self._read(source, rows)
-            return
-        read = scratch.take(source)
-        self._read(source, read)
-        _copy(read, rows, [source])
-
-    def _read(self, source: Source, destination: torch.Tensor) -> None:
-        if not self._reader.read_finite(source.entry.file, source.offset, destination):
-            raise not_finite(source.entry)
-
-    def _pack_lossless(self, job: Job, fields: Fields, scratch: _Scratch) -> None:
-        """Fills rows of a lossless matrix: as plain ones beside the record first."""
-        param = job.piece.param
-        _, num_rows, columns = param.as_linear().shape
-        rows = job.rows or slice(0, num_rows)
-        weights = scratch.rows(rows.stop - rows.start, columns)
-        self._fill(job, weights, scratch)
-        weights = weights.to(fields[param.field].device)
-        if not pack_lossless(weights, fields, param.field, first_row=rows.start):
-            entry = job.sources[0].entry
-            raise CheckpointError(
-                f"tensor `{entry.name}` in `{entry.file}` does not fit the lossless format: the "
-                f"weights of expert {job.expert} are of too many orders of magnitude side by side",
-                hint="leave `--lossless` out",
-            )
-
-    def _pack(self, job: Job, fields: Fields) -> None:
-        """Files are read into host memory: a record elsewhere gets its fields from there. Only
-        those of this projection: another thread may be at the other one's."""
-        name = job.piece.param.field
-        own = {name + part for part in ("", *_COMPANIONS)} & fields.keys()
-        away = [field for field in own if not _in_host_memory(fields[field])]
-        here = {field: torch.empty_like(fields[field], device="cpu") for field in away}
-        pack(self._reader, job, {**fields, **here})
-        for field, value in here.items():
-            fields[field].copy_(value)
-
-    def _convert(self, job: Job, destination: torch.Tensor) -> None:
-        converter = job.piece.converter
-        pieces = {piece.part: self._one_expert(piece, job.expert) for piece in job.pieces}
-        if converter is None:
-            made = pieces[0]
-        else:
-            patterns = converter.source_patterns
-            sources = {patterns[part]: tensor for part, tensor in pieces.items()}
-            made = convert_expert(converter, sources, job.piece.param)
-        _copy(made, destination, job.sources)
-
-    def _one_expert(self, piece: ExpertPiece, expert: int) -> torch.Tensor:
-        """A piece as the library sees it; of a tensor fused over experts a slice of one."""
-        entry, fused = piece.entry, piece.expert is None
-        if isinstance(entry, PackedEntry):
-            tensors = read_packed(self._reader, entry, expert=expert if fused else None)
-            return one_of_all(entry, tensors)[None] if fused else entry.format.dequantise(tensors)
-        (source,) = sources_of(piece, expert)
-        read = torch.empty(source.shape, dtype=source.dtype)
-        self._read(source, read)
-        return read[None] if fused else read
-
-    def _finish(self, job: Job) -> None:
+    def _take(self) -> tuple[int, int]:
+        """The next jobs, as a range of their numbers; empty when there are none."""
         with self._lock:
-            self._done_bytes += job.nbytes
-            for file in job.files:
-                self._left[file] -= 1
-            used_up = [file for file in job.files if not self._left[file]]
+            first = end = self._next
+            nbytes = 0
+            while end < len(self._jobs) and (end == first or nbytes < _BATCH_BYTES):
+                nbytes += self._sizes[end]
+                end += 1
+            self._next = end
+        return first, end
+
+    def _do(self, jobs: list[Job], scratch: Scratch) -> None:
+        scratch.reset()
+        filling = Filling(self._reader, self._packing, self._destination, scratch)
+        for job in jobs:
+            if self._stop.is_set():
+                return
+            filling.open(job)
+        self._reader.read_all(filling.ranges)
+        filling.finish()
+
+    def _finish(self, first: int, end: int) -> None:
+        used_up = []
+        with self._lock:
+            self._done_bytes += sum(self._sizes[first:end])
+            for job in self._jobs[first:end]:
+                for file in job.files:
+                    self._left[file] -= 1
+                    if not self._left[file]:
+                        used_up.append(file)
         for file in used_up:
             self._reader.release(file)
-
-
-class _Scratch:
-    """One thread's buffers, for reading and for rows to pack; each grows to the largest piece."""
-
-    def __init__(self) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._weights = torch.empty(0, dtype=torch.bfloat16)
-
-    def take(self, source: Source) -> torch.Tensor:
-        if len(self._bytes) < source.nbytes:
-            self._bytes = torch.empty(source.nbytes, dtype=torch.uint8)
-        return self._bytes[: source.nbytes].view(source.dtype).view(source.shape)
-
-    def rows(self, num_rows: int, columns: int) -> torch.Tensor:
-        size = num_rows * columns
-        if len(self._weights) < size:
-            self._weights = torch.empty(size, dtype=torch.bfloat16)
-        return self._weights[:size].view(num_rows, columns)
-
-
-def _in_host_memory(record: torch.Tensor) -> bool:
-    """Whether files can be read into it."""
-    return record.device.type == "cpu"
-
-
-def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[Source]) -> None:
-    """Rearranges and casts; finite values that the record's dtype cannot hold are an error."""
-    if read.dtype != destination.dtype:
-        read = read.to(destination.dtype)
-        if not is_finite(read):
-            entry = next(iter(sources)).entry
-            raise CheckpointError(
-                f"tensor `{entry.name}` in `{entry.file}` has values that "
-                f"{str(destination.dtype).removeprefix('torch.')} cannot hold",
-                hint=f"use `--dtype {entry.dtype}`",
-            )
-    destination.copy_(read.reshape(destination.shape))

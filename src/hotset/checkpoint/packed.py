@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from hotset.checkpoint.finite import is_finite, not_finite
 from hotset.checkpoint.formats import SUFFIXES, recognise
 from hotset.checkpoint.formats.base import UNNAMED, MatrixFormat, located
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry, some
 from hotset.checkpoint.quantised import Declared
-from hotset.checkpoint.reader import Range, ShardReader
+from hotset.checkpoint.reader import Range, ShardReader, memory_of
 from hotset.core.errors import CheckpointError
 
 # Companions that no unquantised module calls its own parameters by.
@@ -46,6 +46,10 @@ _UNSIGNED = (torch.uint8, torch.float8_e8m0fnu)
 
 # Scales of a matrix that are looked at; the whole of it would take as long as reading it.
 _NUM_SAMPLED = 512
+
+
+# Tensors of one matrix by suffix, as memory that files are read into.
+Memories = Mapping[str, memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,7 @@ def read_packed(
         without: a suffix that is read elsewhere.
 
     Raises:
-        CheckpointError: a file cannot be read, or see `check_values`.
+        CheckpointError: a file cannot be read, holds NaN or Inf, or see `check_scales`.
     """
     tensors = {
         suffix: torch.empty(
@@ -170,25 +174,29 @@ def read_packed(
         for suffix, part in entry.parts.items()
         if suffix != without
     }
-    reader.read_all(ranges_of(entry, tensors, expert=expert))
-    check_values(entry, tensors)
+    memories = {suffix: memory_of(tensor) for suffix, tensor in tensors.items()}
+    reader.read_all(ranges_of(entry, memories, expert=expert))
+    check_scales([(entry, memories)])
     return tensors
 
 
-def ranges_of(
-    entry: PackedEntry, tensors: dict[str, torch.Tensor], *, expert: int | None
-) -> list[Range]:
-    """Where in the files each of a matrix's tensors is.
+def ranges_of(entry: PackedEntry, memories: Memories, *, expert: int | None) -> list[Range]:
+    """Where in the files each of a matrix's tensors is, and which of them hold numbers.
 
     Args:
-        tensors: contiguous, by suffix: what is to be filled.
+        memories: by suffix: what is to be filled.
         expert: of tensors that hold all experts, the one to read.
     """
-    return [
-        (part.file, part.offset + (expert or 0) * tensor.nbytes, tensor)
-        for suffix, tensor in tensors.items()
-        for part in (entry.parts[suffix],)
-    ]
+    ranges = []
+    for suffix, memory in memories.items():
+        part = entry.parts[suffix]
+        offset = part.offset if expert is None else part.offset + expert * len(memory)
+        dtype: torch.dtype = getattr(torch, part.dtype)
+        if suffix == entry.format.scale and dtype == torch.uint8:
+            dtype = torch.float8_e8m0fnu
+        numbers = dtype if dtype.is_floating_point else None
+        ranges.append(Range(part.file, offset, memory, part, numbers))
+    return ranges
 
 
 def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype) -> torch.Tensor:
@@ -211,42 +219,64 @@ def one_of_all(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> torch.Te
     return matrix.T if entry.format.is_transposed else matrix
 
 
-def check_values(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> None:
-    """Requires that codes and scales are numbers, and scales such as weights have.
+def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
+    """Requires scales such as weights have.
+
+    Args:
+        matrices: of one format and shape, each with the memory of its tensors by suffix.
 
     Raises:
-        CheckpointError: NaN or Inf, or a magnitude that no weight has (scales that were inverted,
-            or converted by value); names tensor, file and magnitude.
+        CheckpointError: a magnitude that no weight has (scales that were inverted, or converted by
+            value); names tensor, file and magnitude of the first of them.
     """
-    name = entry.format.scale
-    for suffix, tensor in tensors.items():
-        is_e8m0 = suffix == name and tensor.dtype == torch.uint8
-        if not is_finite(tensor.view(torch.float8_e8m0fnu) if is_e8m0 else tensor):
-            raise not_finite(entry.parts[suffix])
-    typical, most = entry.format.largest({**tensors, name: _sampled(tensors[name])}).tolist()
-    part, limit = entry.parts[name], entry.format.most_typical
-    if not (typical <= limit and most <= _MOST_SINGLE):
+    first, memories = matrices[0]
+    name = first.format.scale
+    scales = _sampled([memory[name] for _, memory in matrices], first.parts[name].dtype)
+    singles = {
+        suffix: torch.cat([torch.frombuffer(m[suffix], dtype=torch.float32) for _, m in matrices])[
+            :, None
+        ]
+        for suffix in memories
+        if suffix != name and _is_single(first.parts[suffix])
+    }
+    typical, most = first.format.largest({**singles, name: scales}).unbind(1)
+    limit = first.format.most_typical
+    is_large = ~((typical <= limit) & (most <= _MOST_SINGLE))
+    is_small = (typical > 0) & (typical < _LEAST_TYPICAL)
+    wrong = (is_large | is_small).nonzero()
+    if not len(wrong):
+        return
+    index = int(wrong[0])
+    part = matrices[index][0].parts[name]
+    if is_large[index]:
         raise CheckpointError(
-            f"by `{part.name}` in `{part.file}` weights are as large as {typical:.3g} (typical) "
-            f"and {most:.3g} (any), expected at most {limit:.0f} and {_MOST_SINGLE:.0f}",
+            f"by `{part.name}` in `{part.file}` weights are as large as {typical[index]:.3g} "
+            f"(typical) and {most[index]:.3g} (any), expected at most {limit:.0f} and "
+            f"{_MOST_SINGLE:.0f}",
             hint="its scales look inverted; was the checkpoint written for another program?",
         )
-    if 0 < typical < _LEAST_TYPICAL:
-        raise CheckpointError(
-            f"by `{part.name}` in `{part.file}` weights are as small as {typical:.3g}, which is "
-            "no number that training leaves",
-            hint="its scales look converted by value instead of by bits; download it again",
-        )
+    raise CheckpointError(
+        f"by `{part.name}` in `{part.file}` weights are as small as {typical[index]:.3g}, which is "
+        "no number that training leaves",
+        hint="its scales look converted by value instead of by bits; download it again",
+    )
 
 
-def _sampled(scales: torch.Tensor) -> torch.Tensor:
-    """The median and the largest of some scales by magnitude, [2]: the same as of their bits."""
+def _is_single(part: TensorEntry) -> bool:
+    """Whether a tensor is one number for a whole matrix."""
+    return part.dtype == "float32" and part.nbytes == torch.float32.itemsize
+
+
+def _sampled(scales: Sequence[memoryview], dtype: str) -> torch.Tensor:
+    """The median and the largest of some scales of each of N matrices by magnitude, [N, 2]: the
+    same as of their bits."""
+    of: torch.dtype = getattr(torch, dtype)
+    unsigned = (np.uint8, np.uint16, np.uint32)[of.itemsize.bit_length() - 1]
     # An odd step, so that a sample does not keep to the same columns.
-    step = max(1, scales.numel() // _NUM_SAMPLED) | 1
-    unsigned = (torch.uint8, torch.uint16, torch.uint32)[scales.itemsize.bit_length() - 1]
-    bits = scales.detach().view(unsigned).numpy().reshape(-1)[::step]
-    if scales.dtype not in _UNSIGNED:
-        bits = bits & np.array((1 << (8 * scales.itemsize - 1)) - 1, dtype=bits.dtype)
-    middle = (len(bits) - 1) // 2
-    median = np.partition(bits, middle)[middle]
-    return torch.from_numpy(np.array([median, bits.max()])).view(scales.dtype)
+    step = max(1, len(scales[0]) // of.itemsize // _NUM_SAMPLED) | 1
+    bits = np.stack([np.frombuffer(memory, unsigned)[::step] for memory in scales])
+    if of not in _UNSIGNED:
+        bits &= unsigned((1 << (8 * of.itemsize - 1)) - 1)
+    middle = (bits.shape[1] - 1) // 2
+    median = np.partition(bits, middle, axis=1)[:, middle]
+    return torch.from_numpy(np.stack([median, bits.max(axis=1)], axis=1)).view(of)

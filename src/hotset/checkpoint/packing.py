@@ -1,99 +1,224 @@
-"""Packs one expert's quantised matrix into its record: codes, scales, zero points.
+"""Packs quantised matrices into records: codes, scales, zero points.
 
-Codes and scales that the file has as the record wants them are read straight into it, neighbours
-in one call; all else is read beside it and rearranged. What the rearrangement is belongs to the
-format; where rows go is decided here.
+Codes and scales that the file has as the record wants them are read straight into it; all else is
+read beside it and rearranged. What the rearrangement is belongs to the format; where rows go is
+decided here. Many matrices are alike, so what is asked of one is asked of all of them together.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from hotset.checkpoint.jobs import Job
 from hotset.checkpoint.mapping import ExpertPiece
-from hotset.checkpoint.packed import PackedEntry, check_values, ranges_of, read_packed
+from hotset.checkpoint.packed import PackedEntry, check_scales, ranges_of, read_packed
 from hotset.checkpoint.reader import Range, ShardReader
+from hotset.checkpoint.scratch import Scratch, copy_bits
 from hotset.core.errors import CheckpointError
 
 Fields = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Place:
+    """Where one tensor of a matrix is read to.
+
+    Attributes:
+        ending: of the record field that has its bytes; `None` where it is read beside the record.
+        start, nbytes: bytes of that field, or as many beside it.
+        dtype, shape: of the tensor, of one expert.
+        expected: bytes that it must have, where it says nothing but a shape.
+    """
+
+    ending: str | None
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    expected: bytes | None = None
+
+
+class _Alike:
+    """What all matrices of one kind have in common: the same half of the same field, in files of
+    the same format and dtypes.
+
+    Attributes:
+        places: by suffix.
+        is_done: reading fills all of the record's fields: nothing is to be rearranged.
+    """
+
+    def __init__(self, job: Job, piece: ExpertPiece, fields: Fields, *, is_moved: bool) -> None:
+        entry = _packed(piece)
+        self._parts, self._format = list(entry.parts.values()), entry.format
+        self._is_moved = is_moved
+        self.places = {
+            suffix: _place(job, piece, fields, suffix, is_moved=is_moved) for suffix in entry.parts
+        }
+        self.is_done = all(
+            place.ending is not None or place.expected is not None for place in self.places.values()
+        )
+
+    def has(self, entry: PackedEntry, *, is_moved: bool) -> bool:
+        """Whether a matrix of the same half and field is one of these."""
+        return (
+            entry.format == self._format
+            and is_moved == self._is_moved
+            and all(
+                one.dtype == other.dtype and one.shape == other.shape
+                for one, other in zip(entry.parts.values(), self._parts, strict=True)
+            )
+        )
+
+
+class Matrix(NamedTuple):
     """One quantised matrix on its way into a record.
 
     Attributes:
-        piece, entry: what it is.
-        tensors: its tensors by suffix; those of `in_place` are parts of the record.
-        in_place: suffixes of what needs no rearranging.
+        job, piece, fields: what it is, and the record's fields.
+        alike: what it has in common with others.
+        memories: of its tensors by suffix.
+        row_order: in which order its rows go, where they do not go as they are.
     """
 
+    job: Job
     piece: ExpertPiece
-    entry: PackedEntry
-    tensors: Fields
-    in_place: frozenset[str]
+    fields: Fields
+    alike: _Alike
+    memories: dict[str, memoryview]
+    row_order: torch.Tensor | None
+
+    @property
+    def entry(self) -> PackedEntry:
+        return _packed(self.piece)
+
+    @property
+    def tensors(self) -> Fields:
+        """By suffix."""
+        return {
+            suffix: torch.frombuffer(memory, dtype=place.dtype).view(place.shape)
+            for (suffix, place), memory in zip(
+                self.alike.places.items(), self.memories.values(), strict=True
+            )
+        }
 
 
-def pack(reader: ShardReader, job: Job, fields: Fields) -> None:
-    """Fills a record's fields of one projection.
+class Packing:
+    """Packs matrices, many at a time: `open` them, read what it asks for, then `finish`.
 
     Args:
         reader: of the files.
-        job: of kind `PACK`.
-        fields: writable views of the record's fields.
-
-    Raises:
-        CheckpointError: unreadable, or values that are no weights'; names tensor and file.
     """
-    row_order = None if job.row_order is None else _column_order(reader, job.row_order)
-    is_moved = row_order is not None
-    opened = [_open(piece, job, fields, is_moved=is_moved) for piece in job.pieces]
-    ranges: list[Range] = []
-    for one in opened:
-        expert = None if one.piece.expert is not None else job.expert
-        ranges += ranges_of(one.entry, one.tensors, expert=expert)
-    reader.read_all(ranges)
-    for one in opened:
-        check_values(one.entry, one.tensors)
-        _rearrange(one, job, fields, row_order)
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+        self._alike: dict[tuple[str, int], _Alike] = {}
+
+    def open(
+        self, job: Job, fields: Fields, field_memory: dict[str, memoryview], scratch: Scratch
+    ) -> tuple[list[Matrix], list[Range]]:
+        """Where the matrices of one projection are read to.
+
+        Args:
+            job: of kind `PACK`.
+            fields: writable views of the record's fields, in host memory.
+            field_memory: the same as memory.
+            scratch: for what is read beside them.
+
+        Raises:
+            CheckpointError: the order of its rows cannot be read.
+        """
+        name = job.piece.param.field
+        order = None if job.row_order is None else _column_order(self._reader, job.row_order)
+        matrices, ranges = [], []
+        for piece in job.pieces:
+            alike = self._alike_of(job, piece, fields, is_moved=order is not None)
+            memories = {
+                suffix: scratch.memory(place.nbytes)
+                if place.ending is None
+                else field_memory[name + place.ending][place.start : place.start + place.nbytes]
+                for suffix, place in alike.places.items()
+            }
+            matrices.append(Matrix(job, piece, fields, alike, memories, order))
+            expert = None if piece.expert is not None else job.expert
+            ranges += ranges_of(_packed(piece), memories, expert=expert)
+        return matrices, ranges
+
+    @staticmethod
+    def finish(matrices: Iterable[Matrix]) -> None:
+        """Checks what was read, and rearranges what is not in its place yet.
+
+        Raises:
+            CheckpointError: values that are no weights'; names tensor and file.
+        """
+        groups: dict[int, list[Matrix]] = defaultdict(list)
+        for one in matrices:
+            groups[id(one.alike)].append(one)
+        for group in groups.values():
+            check_scales([(one.entry, one.memories) for one in group])
+            for one in group:
+                if not one.alike.is_done or _says_otherwise(one):
+                    _rearrange(one)
+
+    def _alike_of(self, job: Job, piece: ExpertPiece, fields: Fields, *, is_moved: bool) -> _Alike:
+        key = (piece.param.full_name, piece.part)
+        known = self._alike.get(key)
+        if known is None or not known.has(_packed(piece), is_moved=is_moved):
+            known = self._alike[key] = _Alike(job, piece, fields, is_moved=is_moved)
+        return known
 
 
-def _open(piece: ExpertPiece, job: Job, fields: Fields, *, is_moved: bool) -> _Piece:
-    """Where a matrix is read to: into the record where its rows are the record's, else beside."""
-    entry, name = piece.entry, job.piece.param.field
-    assert isinstance(entry, PackedEntry)
-    tensors, in_place = {}, set()
-    for suffix, part in entry.parts.items():
-        dtype: torch.dtype = getattr(torch, part.dtype)
-        shape = part.shape if piece.expert is not None else part.shape[1:]
-        ending = None if is_moved else entry.format.as_stored.get(suffix)
-        if ending is not None:
-            field = half(fields[name + ending], job, piece)
-            if field.is_contiguous():
-                field = field if field.dtype == dtype else field.view(dtype)
-                tensors[suffix] = field if field.shape == shape else field.view(shape)
-                in_place.add(suffix)
-                continue
-        tensors[suffix] = torch.empty(shape, dtype=dtype)
-    return _Piece(piece, entry, tensors, frozenset(in_place))
+def _packed(piece: ExpertPiece) -> PackedEntry:
+    assert isinstance(piece.entry, PackedEntry)
+    return piece.entry
 
 
-def _rearrange(one: _Piece, job: Job, fields: Fields, row_order: torch.Tensor | None) -> None:
+def _place(job: Job, piece: ExpertPiece, fields: Fields, suffix: str, *, is_moved: bool) -> _Place:
+    """Into the record where a tensor's rows are the record's, else beside."""
+    entry = _packed(piece)
+    part, format_ = entry.parts[suffix], entry.format
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    shape = part.shape if piece.expert is not None else part.shape[1:]
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    ending = None if is_moved else format_.as_stored.get(suffix)
+    if ending is not None:
+        field = fields[job.piece.param.field + ending]
+        rows = half(field, job, piece)
+        if rows.is_contiguous() and rows.nbytes == nbytes:
+            return _Place(ending, rows.data_ptr() - field.data_ptr(), nbytes, dtype, shape)
+    expected = None
+    if suffix == format_.says_shape:
+        expected = torch.tensor(format_.shape, dtype=dtype).numpy().tobytes()
+    return _Place(None, 0, nbytes, dtype, shape, expected)
+
+
+def _says_otherwise(one: Matrix) -> bool:
+    """Whether a tensor that says a shape says another one."""
+    return any(
+        place.expected is not None and one.memories[suffix] != place.expected
+        for suffix, place in one.alike.places.items()
+    )
+
+
+def _rearrange(one: Matrix) -> None:
     """Copies to the record what was read beside it."""
-    name, format_ = job.piece.param.field, one.entry.format
-    done = {format_.as_stored[suffix] for suffix in one.in_place}
-    made = _companions(one.entry, one.tensors)
+    job, name, format_ = one.job, one.job.piece.param.field, one.entry.format
+    done = {place.ending for place in one.alike.places.values() if place.ending is not None}
+    tensors = one.tensors
+    made = _companions(one.entry, tensors)
     if "" not in done:
-        made[""] = format_.codes(one.tensors)
+        made[""] = format_.codes(tensors)
     order = made.pop("_order", None)
     if order is not None:
-        _place_order(order, fields, name, one.entry, first=one.piece is job.piece)
+        _place_order(order, one.fields, name, one.entry, first=one.piece is job.piece)
     for ending in made.keys() - done:
-        rows = made[ending] if row_order is None else made[ending][row_order]
-        target = half(fields[name + ending], job, one.piece)
-        target.copy_(rows.reshape(target.shape))
+        rows = made[ending] if one.row_order is None else made[ending][one.row_order]
+        target = half(one.fields[name + ending], job, one.piece)
+        copy_bits(rows.reshape(target.shape), target)
 
 
 def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:

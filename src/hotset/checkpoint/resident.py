@@ -13,7 +13,6 @@ from types import EllipsisType
 
 import torch
 
-from hotset.checkpoint.finite import not_finite
 from hotset.checkpoint.index import TensorEntry
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry, dequantise_entry
@@ -96,8 +95,7 @@ def read_tensor(reader: ShardReader, entry: TensorEntry) -> torch.Tensor:
         CheckpointError: unreadable, or holding NaN or Inf; names tensor and file.
     """
     tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-    if not reader.read_finite(entry.file, entry.offset, tensor):
-        raise not_finite(entry)
+    reader.read_checked(entry, entry.offset, tensor)
     return tensor
 
 

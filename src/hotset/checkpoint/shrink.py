@@ -21,7 +21,6 @@ import torch
 
 from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.files import read_json
-from hotset.checkpoint.finite import not_finite
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry
 from hotset.checkpoint.jobs import sources_of
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
@@ -271,8 +270,7 @@ def _read(reader: ShardReader, piece: ExpertPiece, *, expert: int) -> torch.Tens
     """One expert's part of a tensor; of one that holds all experts a slice [1, ...]."""
     (source,) = sources_of(piece, expert)
     tensor = torch.empty(source.shape, dtype=source.dtype)
-    if not reader.read_finite(source.entry.file, source.offset, tensor):
-        raise not_finite(piece.entry)
+    reader.read_checked(source.entry, source.offset, tensor)
     return tensor[None] if piece.expert is None else tensor
 
 

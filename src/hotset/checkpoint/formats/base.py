@@ -82,6 +82,8 @@ class MatrixFormat(ABC):
     methods: ClassVar[tuple[tuple[str, str], ...]]
     # Suffixes of scales of activations: for hardware that multiplies in few bits.
     unused: ClassVar[frozenset[str]] = frozenset()
+    # Suffix of a tensor that holds nothing but the numbers of `shape`.
+    says_shape: ClassVar[str | None] = None
     # What half of the scales allow weights to be at most. Scales are made for groups with largest
     # weights of 0.01 to 1; inverted ones of codes up to c allow c^2 over that.
     most_typical: ClassVar[float] = 64.0
@@ -157,7 +159,8 @@ class MatrixFormat(ABC):
     def largest(self, tensors: Tensors) -> torch.Tensor:
         """The largest magnitude that each scale lets its values have, float32.
 
-        Element by element of the scales, so that a sample of them can be given.
+        Element by element of the scales, so that samples of several matrices can be given, one
+        below the other; single scales of whole matrices are then below each other too, [n, 1].
         """
 
 

@@ -61,6 +61,7 @@ class Int4(MatrixFormat):
         ),
     )
     methods = (("compressed-tensors", "pack-quantized"), ("compressed-tensors", "mixed-precision"))
+    says_shape = "weight_shape"
 
     @classmethod
     def recognise(cls, group: Group, declared: Declared | None) -> Self | None:

@@ -80,7 +80,8 @@ class Nvfp4(MatrixFormat):
     @property
     def as_stored(self) -> Mapping[str, str]:
         codes = {self.codes_name: ""} if self.shape[1] % 8 == 0 else {}
-        return codes | {self.scale: "_scale"}
+        whole = {} if self.divides else {"weight_scale_2": "_global"}
+        return codes | whole | {self.scale: "_scale"}
 
     def companions(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {
@@ -110,7 +111,7 @@ class Nvfp4(MatrixFormat):
         return tensors[self.codes_name]
 
     def multiplier(self, tensors: Tensors) -> torch.Tensor:
-        """The matrix scale as a factor, [] float32."""
+        """The matrix scale as a factor, float32."""
         if self.divides:
-            return 1.0 / tensors["weight_global_scale"].reshape(())
-        return tensors["weight_scale_2"].reshape(())
+            return 1.0 / tensors["weight_global_scale"]
+        return tensors["weight_scale_2"]

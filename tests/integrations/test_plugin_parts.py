@@ -46,7 +46,7 @@ def test_without_its_name_there_is_nothing_of_hotset(additional: object) -> None
         ({"vram": "8GiB", "halflife": 1}, "did you mean `half_life`?"),
         ({"vram": "8 fish"}, "not a size"),
         ({"vram": 1, "staging": "rings"}, "`staging` is `rings`"),
-        ({"vram": 1, "half_life": 0}, "must be above 0"),
+        ({"vram": 1, "half_life": 0}, "the least is 0.1 steps"),
         ({"vram": 1, "metrics_port": 70000}, "from 1 to 65535"),
         ({"vram": 1, "metrics_port": True}, "from 1 to 65535"),
     ],

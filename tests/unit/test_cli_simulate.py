@@ -98,24 +98,37 @@ def test_without_a_profile_the_static_sets_are_left_out(trace_path):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (("--slots", "a quarter"), "`--slots` is `a quarter`"),
-        (("--slots", "25"), "`slots` is 25, it is a fraction"),
+        (("--slots", "a quarter"), "`--slots` is `a quarter`, which is not a list of numbers"),
+        (("--slots", "25"), "`--slots` has a share of 25, it must be in 0..1"),
+        (("--slots", "nan"), "`--slots` has a share of nan"),
         (("--policy", "lru2"), "unknown policy `lru2`"),
-        (("--half-life", "0"), "the least is 0.1 steps"),
+        (("--half-life", "0"), "`--half-life` is 0, the least is 0.1 steps"),
+        (("--half-life", "nan"), "`--half-life` is nan, the least is 0.1 steps"),
+        (("--prior-weight", "inf"), "`--prior-weight` is inf, it must be a number from 0 on"),
         (("--domain", "c"), "no domain `c`\n\nhint: it has a, b"),
         (("--sequences", "first"), "sequences `first`"),
         (("--profile-from", "nothing.json"), "not a readable profile"),
         (("--experts", "99"), "has 16 experts, not 99"),
+        (("--experts", "-1"), "`--experts` is -1, the least is 1"),
+        (("--experts", str(10**30)), "the most is 4095"),
         (("--plot", "x.pdf"), "end it in .png or .svg"),
         (("--policy", "static-global", "--profile-from", "none"), "needs a profile"),
-        (("--victims", "0"), "must be in 1..127"),
+        (("--victims", "0"), "`--victims` is 0, the least is 1"),
+        (("--victims", "128"), "`--victims` is 128, the most is 127"),
         (("--wish-lag", "-1"), "`--wish-lag` is -1, the least is 0"),
+        (("--wish-lag", str(10**30)), "the most is 64"),
     ],
 )
 def test_wrong_flags_are_refused(trace_path, args, text):
     with pytest.raises(HotsetError) as raised:
         run(trace_path, *args)
     assert text in str(raised.value)
+
+
+def test_what_is_wrong_with_the_package_s_trace_is_not_said_of_a_missing_file():
+    with pytest.raises(HotsetError, match="the layer has 5") as raised:
+        run("pocket", "--experts", "5")
+    assert raised.value.hint is None
 
 
 def test_one_sequence_has_no_odd_ones(tmp_path):

@@ -34,7 +34,7 @@ NAN = float("nan")
         ({"prefill_chunk": 10**23}, f"`prefill_chunk` is {10**23}, the most is {MAX_TOKENS}"),
         ({"half_life": "x"}, "`half_life` is 'x', it must be a number or None"),
         ({"half_life": True}, "`half_life` is True, it must be a number or None"),
-        ({"half_life": NAN}, "`half_life` is nan, it must be above 0"),
+        ({"half_life": NAN}, "`half_life` is nan, the least is 0.1 steps"),
         ({"policy": 3}, "`policy` is 3, it must be a text or None"),
         ({"revision": 3}, "`revision` is 3, it must be a text or None"),
         ({"graphs": "no"}, "`graphs` is 'no', it must be True or False"),

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from hotset.bench import probe
 from hotset.cli.main import app
+from hotset.core.errors import ConfigError
 from hotset.core.hardware import Machine
 from hotset.core.machine import Figure, MachineDescription
 from hotset.core.units import GIB
@@ -168,6 +169,17 @@ def test_the_command_writes_what_a_plan_reads(
     assert out["findings"] and all(f["what"] and f["remedy"] for f in out["findings"])
     words = CliRunner().invoke(app, args).stdout
     assert "cpu_memory     10 GB/s: measured" in words and "remedy: " in words
+
+
+def test_a_machine_of_the_package_may_be_written_to_a_file(tmp_path: Path) -> None:
+    """To be changed by hand; flags that would do nothing beside it are refused."""
+    args = ["doctor", "--machine", "rtx-4090", "-o", str(tmp_path / "mine.json")]
+    assert CliRunner().invoke(app, args).exit_code == 0
+    written = MachineDescription.load(tmp_path / "mine.json")
+    assert written.to_dict() == MachineDescription.load("rtx-4090").to_dict()
+    for flag in (["--fresh"], ["--device", "cpu"]):
+        with pytest.raises(ConfigError, match=f"`{flag[0]}` is for measuring this machine"):
+            CliRunner().invoke(app, args + flag, catch_exceptions=False)
 
 
 def test_the_command_prints_a_machine_of_the_package() -> None:

@@ -303,7 +303,7 @@ def test_fixed_policies_wish_for_nothing():
         ("lru", {"half_life": 4}, "policy `lru` has no `half_life`"),
         ("half-life", {"half_life": 0}, "the least is 0.1 steps"),
         ("half-life", {"half_life": float("nan")}, "the least is 0.1 steps"),
-        ("half-life", {"prior_weight": -1}, "must not be negative"),
+        ("half-life", {"prior_weight": -1}, "it must be a number from 0 on"),
         ("half-life", {"num_victims": 0}, "must be in 1..127"),
         ("forecast", {}, "needs a profile with a forecast"),
         ("lru", {"prior_LE": np.ones((2, 4))}, r"shape \(2, 4\), the model \(1, 4\)"),

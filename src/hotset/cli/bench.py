@@ -18,12 +18,11 @@ from hotset.cli.bench_options import (
     Shape,
     case_name,
     check_writable,
-    read_counts,
-    read_shares,
     report,
     weight_format,
 )
 from hotset.cli.bench_serve import serve
+from hotset.cli.lists import read_counts, read_shares
 from hotset.cli.options import (
     Context,
     Device,

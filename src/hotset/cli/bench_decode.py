@@ -14,10 +14,10 @@ from hotset.cli.bench_options import (
     Shape,
     case_name,
     check_writable,
-    read_counts,
     report,
     weight_format,
 )
+from hotset.cli.lists import read_counts
 from hotset.cli.options import Device, Json, Vram, check_count, engine_config
 from hotset.cli.plotting import check_plot_path
 from hotset.cli.progress import loading_bar

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotset.core.config import MAX_TOKENS
 from hotset.core.errors import ConfigError
 from hotset.core.formats import USUAL, WeightFormat
 from hotset.core.units import format_bytes
@@ -25,23 +24,6 @@ Format = Annotated[
 Rows = Annotated[Path | None, typer.Option("--rows", help="Append the rows to this file.")]
 
 
-def read_numbers(text: str, flag: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"`{flag}` is `{text}`, which is not a list of numbers", hint="write `0,0.5,1`"
-        ) from error
-
-
-def read_shares(text: str, flag: str) -> list[float]:
-    numbers = read_numbers(text, flag)
-    for number in numbers:
-        if not 0 <= number <= 1:  # so that NaN fails too
-            raise ConfigError(f"`{flag}` has a share of {number:g}, it must be in 0..1")
-    return numbers
-
-
 def weight_format(name: str) -> WeightFormat:
     if name not in USUAL:
         raise ConfigError(f"`--format {name}` is not one of {', '.join(USUAL)}")
@@ -51,14 +33,6 @@ def weight_format(name: str) -> WeightFormat:
 def case_name(shape: str, format_: str) -> str:
     """What rows call a model: its shape and, unless it is plain, its format."""
     return shape if format_ == "plain" else f"{shape} {format_}"
-
-
-def read_counts(text: str, flag: str) -> list[int]:
-    numbers = read_numbers(text, flag)
-    for number in numbers:
-        if not (number.is_integer() and 1 <= number <= MAX_TOKENS):
-            raise ConfigError(f"`{flag}` has {number:g}, it must be whole numbers from 1 on")
-    return [int(number) for number in numbers]
 
 
 def check_writable(file: Path | None) -> None:

@@ -13,10 +13,9 @@ from hotset.cli.bench_options import (
     Rows,
     Shape,
     check_writable,
-    read_counts,
-    read_shares,
     report,
 )
+from hotset.cli.lists import read_counts, read_shares
 from hotset.cli.options import (
     Device,
     Json,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli.options import Device, Json
+from hotset.core.errors import ConfigError
 from hotset.core.machine import UNITS, MachineDescription
 from hotset.core.units import format_bytes
 
@@ -40,7 +41,15 @@ def doctor(
     Example: `hotset doctor -o my-machine.json`
     """
     if machine is not None:
+        if fresh or device is not None:
+            raise ConfigError(
+                f"`{'--fresh' if fresh else '--device'}` is for measuring this machine, and "
+                "`--machine` is another one",
+                hint="leave one of them out",
+            )
         described = MachineDescription.load(machine)
+        if output is not None:
+            described.save(output)
         if as_json:
             data = {"machine": described.to_dict(), "caveats": described.caveats()}
             typer.echo(json.dumps(data, indent=2))

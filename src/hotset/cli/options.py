@@ -145,13 +145,14 @@ def named_by_flag() -> Iterator[None]:
         raise ConfigError(message, hint=error.hint) from error
 
 
-def check_count(flag: str, value: int | None, *, least: int = 1) -> None:
-    """Refuses a count that is too small, or larger than anything here counts; `None` passes.
+def check_count(flag: str, value: int | None, *, least: int = 1, most: int = MAX_TOKENS) -> None:
+    """Refuses a count that is too small or too large, by default larger than anything that is
+    counted here; `None` passes.
 
     Raises:
         ConfigError: names the flag.
     """
     if value is not None and value < least:
         raise ConfigError(f"`{flag}` is {value}, the least is {least}")
-    if value is not None and value > MAX_TOKENS:
-        raise ConfigError(f"`{flag}` is {value}, the most is {MAX_TOKENS}")
+    if value is not None and value > most:
+        raise ConfigError(f"`{flag}` is {value}, the most is {most}")

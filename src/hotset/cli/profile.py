@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hotset.cli.lists import read_shares
 from hotset.cli.options import Json
 from hotset.cli.profile_make import make, output_path, save_profile
 from hotset.cli.text import amount
@@ -65,7 +66,7 @@ def show(
 
     if plot is not None:
         check_plot_path(plot)
-    fractions = parse_fractions("--slots", slots)
+    fractions = read_shares(slots, "--slots")
     loaded = Profile.load(profile)
     if plot is not None:
         draw_coverage(loaded, plot)
@@ -89,7 +90,7 @@ def diff(
     """
     from hotset.cli.profile_output import diff_data, print_diff
 
-    fractions = parse_fractions("--slots", slots)
+    fractions = read_shares(slots, "--slots")
     profiles = Profile.load(first), Profile.load(second)
     profiles[1].check_fits(profiles[0].fingerprint, name=f"profile `{second}`")
     differences = [profiles[0].diff(profiles[1], slots=fraction) for fraction in fractions]
@@ -156,7 +157,7 @@ def score(
     """
     from hotset.cli.profile_output import Score, print_scores, score_data
 
-    fractions = parse_fractions("--slots", slots)
+    fractions = read_shares(slots, "--slots")
     loaded, recorded = Profile.load(profile), load_trace(trace)
     loaded.check_fits(recorded.info.fingerprint, name=f"profile `{profile}`")
     replayed = recorded.select(parity=sequences, domains=tuple(domain or ()))
@@ -173,21 +174,3 @@ def score(
         typer.echo(json.dumps(score_data(found, replayed)))
     else:
         print_scores(found, title=f"{profile} on {trace}: {replayed.num_tokens:,} tokens")
-
-
-def parse_fractions(flag: str, text: str) -> list[float]:
-    """Shares separated by commas, each once.
-
-    Raises:
-        ConfigError: names the flag.
-    """
-    try:
-        found = list(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError as error:
-        raise ConfigError(
-            f"`{flag}` is `{text}`", hint="write fractions separated by commas: `0.25,0.5`"
-        ) from error
-    for fraction in found:
-        if not 0 <= fraction <= 1:
-            raise ConfigError(f"`{flag}` has {fraction:g}, it must be in 0..1")
-    return found

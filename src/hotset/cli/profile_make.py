@@ -163,6 +163,8 @@ def output_path(path: Path) -> Path:
     Raises:
         ConfigError: another suffix, or no such folder; before anything is run.
     """
+    if not path.name:  # what an empty word is as a path
+        raise ConfigError("`--output` is no name of a file", hint="write `-o NAME.npz`")
     path = path if path.suffix else path.with_suffix(".npz")
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"`--output` is `{path}`", hint=f"end it in {' or '.join(SUFFIXES)}")

@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from hotset.cli.options import Device, Dtype, Ram, Revision, Vram, check_count
+from hotset.cli.lists import read_numbers, read_shares
+from hotset.cli.options import Device, Dtype, Ram, Revision, Vram, check_count, named_by_flag
 from hotset.cli.simulate_model import DEFAULT_TOKENS, DEFAULT_WINDOW, find_trace
 from hotset.cli.simulate_output import print_results, to_rows
 from hotset.core.costmodel import predict_step
@@ -21,6 +22,8 @@ from hotset.core.geometry import ModelGeometry
 from hotset.core.half_life import best_half_life
 from hotset.core.machine import MachineDescription
 from hotset.core.policy import (
+    MAX_EXPERTS,
+    MAX_VICTIMS,
     NUM_VICTIMS,
     ForecastPolicy,
     HalfLife,
@@ -42,6 +45,8 @@ from hotset.core.simulator import (
 from hotset.core.trace import PARITIES, Trace
 
 DEFAULT_SLOTS = "0.125,0.25,0.5"
+# The engine's wishes are a step late at most; each step more is one more copy of them.
+_MOST_LAG = 64
 DEFAULT_HALF_LIVES = "4,8,16,32,64,128"
 DEFAULT_POLICIES = (
     *(StaticUniform.name, StaticGlobal.name, Lru.name, HalfLife.name, ForecastPolicy.name),
@@ -143,7 +148,9 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
 
         check_plot_path(plot)
     _check_prediction(machine, shape, is_model=bool(text))
-    check_count("--wish-lag", wish_lag, least=0)
+    check_count("--experts", experts, most=MAX_EXPERTS)
+    check_count("--victims", victims, most=MAX_VICTIMS)
+    check_count("--wish-lag", wish_lag, least=0, most=_MOST_LAG)
     found = find_trace(
         trace,
         num_experts=experts,
@@ -163,8 +170,8 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     profile = _profile(whole, profile_from, with_forecast=wants_forecast)
     conditions = _conditions(
         policies=list(dict.fromkeys(policy)) if policy else _default_policies(profile),
-        slots=_numbers("--slots", slots),
-        half_lives=_numbers("--half-life", half_life),
+        slots=read_shares(slots, "--slots"),
+        half_lives=read_numbers(half_life, "--half-life"),
         prior_weight=prior_weight,
     )
     replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
@@ -259,16 +266,6 @@ def _default_policies(profile: Profile | None) -> list[str]:
     return [name for name in DEFAULT_POLICIES if name not in missing]
 
 
-def _numbers(flag: str, text: str) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(
-            f"`{flag}` is `{text}`", hint="write numbers separated by commas: `0.25,0.5`"
-        ) from error
-    return list(dict.fromkeys(numbers))
-
-
 def _conditions(
     *, policies: list[str], slots: list[float], half_lives: list[float], prior_weight: float
 ) -> list[Condition]:
@@ -294,7 +291,7 @@ def _run(
 ) -> list[Result]:
     from rich.console import Console
 
-    with Console(stderr=True).status("replaying") as status:
+    with named_by_flag(), Console(stderr=True).status("replaying") as status:
         return run_simulation(
             trace,
             conditions,

@@ -15,7 +15,7 @@ from hotset.cli.profile_make import record_texts
 from hotset.cli.text import read_text
 from hotset.core.errors import CheckpointError, ConfigError
 from hotset.core.geometry import ModelGeometry
-from hotset.core.trace import Trace, load_trace
+from hotset.core.trace import POCKET, Trace, load_trace
 
 # Short: a minute's work for most models on a CPU, and enough for 0.01 (see `core.hit_curve`).
 DEFAULT_TOKENS = 4096
@@ -84,7 +84,7 @@ def find_trace(
     try:
         trace = load_trace(name, num_experts=num_experts)
     except CheckpointError as error:
-        if Path(name).is_file():
+        if name == POCKET or Path(name).is_file():
             raise
         hint = f"{error.hint}; of a model, give a text to run: `--text FILE`"
         raise CheckpointError(error.message, hint=hint) from error

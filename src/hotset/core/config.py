@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from math import isnan
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from hotset.core.errors import ConfigError
-from hotset.core.policy import POLICIES
+from hotset.core.policy import MIN_HALF_LIFE, POLICIES
 from hotset.core.units import MAX_BYTES, parse_bytes
 
 DEVICES = ("cuda", "cpu")
@@ -142,9 +141,10 @@ class EngineConfig:
                 f"`prefill_share` is {self.prefill_share}, it must be above 0 and at most 1",
                 option="prefill_share",
             )
-        if self.half_life is not None and (isnan(self.half_life) or self.half_life <= 0):
+        if self.half_life is not None and not self.half_life >= MIN_HALF_LIFE:  # NaN is not
             raise ConfigError(
-                f"`half_life` is {self.half_life}, it must be above 0", option="half_life"
+                f"`half_life` is {self.half_life}, the least is {MIN_HALF_LIFE} steps",
+                option="half_life",
             )
 
     @property

@@ -10,11 +10,13 @@ from hotset.core.forecast import Forecast
 from hotset.core.policy.adaptive import (
     DEFAULT_HALF_LIFE,
     DEFAULT_PRIOR_WEIGHT,
+    MAX_EXPERTS,
+    MIN_HALF_LIFE,
     HalfLife,
     Lru,
     ScoredPolicy,
 )
-from hotset.core.policy.base import NUM_VICTIMS, FloatArray, Policy, Wishes
+from hotset.core.policy.base import MAX_VICTIMS, NUM_VICTIMS, FloatArray, Policy, Wishes
 from hotset.core.policy.fixed import NoPolicy, StaticGlobal, StaticUniform
 from hotset.core.policy.forecast import ForecastPolicy
 
@@ -26,6 +28,9 @@ POLICIES: dict[str, type[Policy]] = {
 __all__ = [
     "DEFAULT_HALF_LIFE",
     "DEFAULT_PRIOR_WEIGHT",
+    "MAX_EXPERTS",
+    "MAX_VICTIMS",
+    "MIN_HALF_LIFE",
     "NUM_VICTIMS",
     "POLICIES",
     "FloatArray",

@@ -8,6 +8,7 @@ Letters: L MoE layers, E experts, N routed ids of a layer in one step, V victims
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -29,6 +30,9 @@ MIN_HALF_LIFE = 0.1
 
 _ID_BITS = 12
 _ID_MASK = (1 << _ID_BITS) - 1
+MAX_EXPERTS = _ID_MASK
+"""Of a layer: an id lies in the low bits of a score."""
+
 _NOT_A_VICTIM = np.iinfo(np.int64).max
 _TOURNAMENT_FROM = 512  # experts, most of them able: 60 us against 140 for 48 layers
 _COLUMNS = 64
@@ -51,8 +55,8 @@ class ScoredPolicy(Policy):
     ) -> None:
         super().__init__(num_experts, prior_LE=prior_LE, num_victims=num_victims)
         num_layers, width = self.shape
-        if width > _ID_MASK:
-            raise ConfigError(f"{width} experts in a layer, at most {_ID_MASK} are supported")
+        if width > MAX_EXPERTS:
+            raise ConfigError(f"{width} experts in a layer, at most {MAX_EXPERTS} are supported")
         self._cells = np.zeros(num_layers * width + 1)
         self._score = self._cells[:-1].reshape(self.shape)
         self._row = np.arange(num_layers, dtype=np.int64)[:, None] * width
@@ -152,9 +156,13 @@ class HalfLife(ScoredPolicy):
             raise ConfigError(
                 f"`half_life` is {float(half_life_L1.min()):g}, the least is {MIN_HALF_LIFE} steps",
                 hint="for the last use alone, take policy `lru`",
+                option="half_life",
             )
-        if not prior_weight >= 0:
-            raise ConfigError(f"`prior_weight` is {prior_weight:g}, it must not be negative")
+        if not 0 <= prior_weight < math.inf:  # so that NaN fails too
+            raise ConfigError(
+                f"`prior_weight` is {prior_weight:g}, it must be a number from 0 on",
+                option="prior_weight",
+            )
         self.half_life_L = half_life_L1[:, 0].copy()
         self._decay = np.exp2(-1.0 / half_life_L1)
         # Instead of shrinking all scores, the worth of a use grows; ranks are the same.

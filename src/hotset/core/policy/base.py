@@ -28,6 +28,10 @@ NUM_VICTIMS = 8
 """V. 4 are enough at batch 1 and top-4 (core/simulator measures it); 8 costs nothing more."""
 
 
+MAX_VICTIMS = 127
+"""Places that the match rule of `core.placement` has."""
+
+
 @dataclass(frozen=True)
 class Wishes:
     """What the device may change in a step.
@@ -78,8 +82,8 @@ class Policy(ABC):
         prior_LE: FloatArray | None = None,
         num_victims: int = NUM_VICTIMS,
     ) -> None:
-        if not 1 <= num_victims <= 127:
-            raise ConfigError(f"`num_victims` is {num_victims}, it must be in 1..127")
+        if not 1 <= num_victims <= MAX_VICTIMS:
+            raise ConfigError(f"`num_victims` is {num_victims}, it must be in 1..{MAX_VICTIMS}")
         self.num_experts = np.asarray(num_experts, dtype=np.int64)
         self.num_victims = num_victims
         self.shape = (len(num_experts), int(max(num_experts)))

@@ -67,6 +67,14 @@ def test_captured_and_uncaptured_steps_agree(tokens: list[int], graphs: bool) ->
     assert found == tokens
 
 
+def test_who_compiled_the_steps_is_gone_when_they_are_made() -> None:
+    """A process of a GPU has no children either."""
+    psutil = pytest.importorskip("psutil")
+    with hotset.load("pocket", **SMALL, vram="4GiB") as model:
+        assert model.engine.decoding.options.layers is not None, "or nothing was compiled"
+        assert psutil.Process().children(recursive=True) == []
+
+
 @pytest.mark.parametrize("policy", ["half-life", "lru", "none"])
 @pytest.mark.parametrize("slot_mib", [4, 9])
 def test_no_policy_and_no_budget_changes_a_token(

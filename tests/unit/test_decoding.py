@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from routing import make_trace
@@ -16,7 +17,7 @@ from hotset.core.config import EngineConfig
 from hotset.core.errors import HardwareError
 from hotset.core.policy import DEFAULT_HALF_LIFE, HalfLife
 from hotset.core.profile import PolicyReplay, Profile
-from hotset.models.compiled import CompiledLayers
+from hotset.models.compiled import CompiledLayers, end_compilers
 from hotset.runtime.decode import DecodeOptions, DecodeStep
 from hotset.runtime.decoding import (
     choose_policy,
@@ -52,6 +53,21 @@ def test_what_works_is_made_as_asked(caplog: pytest.LogCaptureFixture) -> None:
     maker = Maker()
     assert make(maker)[0] == ASKED
     assert maker.tried == ["a CUDA graph and fused layers"] and not caplog.records
+
+
+def test_no_process_that_compiled_is_left() -> None:
+    """FT-02: they would outlive a server that is killed. Started here as the compiler starts them,
+    without anything to compile."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    me = psutil.Process()
+    before = set(me.children(recursive=True))
+    AsyncCompile.warm_pool()
+    started = set(me.children(recursive=True)) - before
+    assert started, "the control"
+    end_compilers()
+    assert not started & set(me.children(recursive=True))
+    end_compilers()  # nothing to end is no error
 
 
 def test_fusing_that_fails_is_left_out_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,3 +60,15 @@ class CompiledLayers:
     def _set(self, forwards: list[Any]) -> None:
         for layer, forward in zip(self._layers, forwards, strict=True):
             layer.forward = forward
+
+
+def end_compilers() -> None:
+    """Ends the processes in which torch compiled kernels, one for each core and one above them.
+
+    Left alone they stay, with hundreds of MiB that no plan knows, and one of them as long as this
+    process or, where that is killed, longer. Compiling anything later starts new ones.
+    """
+    # Importing it starts nothing, but takes time that a CPU need not spend.
+    from torch._inductor.async_compile import shutdown_compile_workers
+
+    shutdown_compile_workers()

@@ -19,7 +19,7 @@ from hotset.core.plan import MemoryPlan
 from hotset.core.policy import Policy
 from hotset.core.profile import Profile
 from hotset.kernels.attention import AttentionKernels
-from hotset.models.compiled import CompiledLayers
+from hotset.models.compiled import CompiledLayers, end_compilers
 from hotset.models.linear_kernels import missing_packages
 from hotset.models.norms import fuse_norms
 from hotset.models.rotary import fuse_rotary
@@ -212,12 +212,16 @@ class Decoding:
         before: Callable[[], None] | None = None,
         route: Route | None = None,
     ) -> tuple[DecodeOptions, list[DecodeStep]]:
-        made = []
-        for size in self._sizes:
-            ids = None if route is None else partial(route, size)
-            make = partial(self._make, size=size, before=before, route=ids)
-            options, step = first_that_works(make, weaker_options(options), strict=self._strict)
-            made.append(step)
+        made, compiles = [], options.layers is not None
+        try:
+            for size in self._sizes:
+                ids = None if route is None else partial(route, size)
+                make = partial(self._make, size=size, before=before, route=ids)
+                options, step = first_that_works(make, weaker_options(options), strict=self._strict)
+                made.append(step)
+        finally:
+            if compiles:
+                end_compilers()
         return options, made
 
     def steps_for(self, rows: Sequence[int]) -> list[tuple[DecodeStep, list[int]]]:

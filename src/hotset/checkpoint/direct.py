@@ -25,6 +25,7 @@ from hotset.core.units import MIB
 _BLOCK_BYTES = 4 * MIB
 # One page of so many is looked for in the page cache: to ask for each took a seventh of reading it.
 _LOOKED_AT_BYTES = MIB
+_LARGE_PAGE_BYTES = 2 * MIB
 # What O_DIRECT aligns to: as large as blocks of disks are.
 _ALIGN = 4096
 
@@ -89,12 +90,12 @@ class DirectFile(Closing):
             first = place // _ALIGN * _ALIGN
             size = min(_BLOCK_BYTES, -(-(end - first) // _ALIGN) * _ALIGN)
             try:
-                count = os.preadv(self._descriptor, [memoryview(block)[:size]], first)
+                count = os.preadv(self._descriptor, [block[:size].data], first)
             except OSError as error:
                 if not _is_unsupported(error):
                     raise
                 break
-            data = np.frombuffer(block, np.uint8)[place - first : min(count, end - first)]
+            data = block[place - first : min(count, end - first)]
             if not len(data):
                 break
             _fill(targets, data)
@@ -110,12 +111,23 @@ class DirectFile(Closing):
             self._map.close()
             self._map = None
 
-    def _block(self) -> mmap.mmap:
-        """This thread's own; a map is aligned to pages."""
+    def _block(self) -> np.ndarray:
+        """This thread's own, uint8 [_BLOCK_BYTES]."""
         if not hasattr(self._own, "block"):
-            self._own.block = mmap.mmap(-1, _BLOCK_BYTES)
-        block: mmap.mmap = self._own.block
+            self._own.block = _large_pages(_BLOCK_BYTES)
+        block: np.ndarray = self._own.block
         return block
+
+
+def _large_pages(nbytes: int) -> np.ndarray:
+    """New memory in pages that are as large as can be: a disk is asked for each stretch of physical
+    memory apart, and in pages of 4 KiB a block has a thousand."""
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + _LARGE_PAGE_BYTES, flags=private)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -whole.ctypes.data % _LARGE_PAGE_BYTES
+    return whole[start : start + nbytes]
 
 
 def _is_there(address: int) -> bool:

@@ -57,7 +57,8 @@ class Filling:
         self.ranges: list[Range] = []
         self._reader, self._packing = reader, packing
         self._destination, self._scratch = destination, scratch
-        self._records: dict[tuple[int, int], tuple[Fields, dict[str, memoryview]]] = {}
+        self._records: dict[tuple[int, int], Fields] = {}
+        self._memories: dict[tuple[int, int], dict[str, memoryview]] = {}
         self._matrices: list[Matrix] = []
         self._last: list[Callable[[], None]] = []
 
@@ -68,9 +69,9 @@ class Filling:
             CheckpointError: the order of rows, where columns have one, cannot be read.
         """
         param = job.piece.param
-        fields, memory = self._record(param.layer, job.expert)
+        fields = self._record(param.layer, job.expert)
         if job.kind is Kind.PACK:
-            self._pack(job, fields, memory)
+            self._pack(job, fields)
         elif f"{param.field}_exponent" in fields:
             self._pack_lossless(job, fields)
         else:
@@ -88,17 +89,22 @@ class Filling:
         for step in self._last:
             step()
 
-    def _record(self, layer: int, expert: int) -> tuple[Fields, dict[str, memoryview]]:
-        """Its fields, and the memory of those in host memory."""
+    def _record(self, layer: int, expert: int) -> Fields:
         found = self._records.get((layer, expert))
         if found is None:
-            fields = self._destination(layer, expert)
-            memory = {
+            found = self._records[layer, expert] = self._destination(layer, expert)
+        return found
+
+    def _memory(self, job: Job, fields: Fields) -> dict[str, memoryview]:
+        """Of fields in host memory."""
+        key = job.piece.param.layer, job.expert
+        found = self._memories.get(key)
+        if found is None:
+            found = self._memories[key] = {
                 name: memory_of(field)
                 for name, field in fields.items()
                 if field.device.type == "cpu" and field.is_contiguous()
             }
-            found = self._records[layer, expert] = fields, memory
         return found
 
     def _fill(self, job: Job, field: torch.Tensor) -> None:
@@ -119,9 +125,10 @@ class Filling:
         memory, entry = memory_of(tensor), source.entry
         self.ranges.append(Range(entry.file, source.offset, memory, entry, source.dtype))
 
-    def _pack(self, job: Job, fields: Fields, memory: dict[str, memoryview]) -> None:
+    def _pack(self, job: Job, fields: Fields) -> None:
         """Files are read into host memory: a record elsewhere gets its fields from there. Only
         those of this projection: another thread may be at the other one's."""
+        memory = self._memory(job, fields)
         if len(memory) < len(fields):
             fields, memory = self._in_host_memory(job.piece.param.field, fields, memory)
         matrices, ranges = self._packing.open(job, fields, memory, self._scratch)

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -87,7 +86,7 @@ class Job:
             codes = max(entry.parts.values(), key=lambda part: part.nbytes)
         return entry.file, codes.offset + self.expert * (codes.nbytes // codes.shape[0])
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         """Of its sources."""
         return sum(
@@ -97,18 +96,16 @@ class Job:
             for piece in self.pieces
         )
 
-    @cached_property
-    def files(self) -> frozenset[Path]:
+    @property
+    def files(self) -> set[Path]:
         """Of its sources."""
-        return frozenset(
-            part.file
-            for piece in self.pieces
-            for part in (
-                piece.entry.parts.values()
-                if isinstance(piece.entry, PackedEntry)
-                else (piece.entry,)
-            )
-        )
+        found: set[Path] = set()
+        for piece in self.pieces:
+            if isinstance(piece.entry, PackedEntry):
+                found.update(part.file for part in piece.entry.parts.values())
+            else:
+                found.add(piece.entry.file)
+        return found
 
 
 def plan_jobs(key_map: KeyMap) -> list[Job]:

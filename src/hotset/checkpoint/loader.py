@@ -10,12 +10,12 @@ of `_BATCH_BYTES` together: what Python does for one of them is little, and the 
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import chain
 from threading import Event, Lock
 
 from hotset.checkpoint.filling import Destination, Filling
@@ -85,8 +85,9 @@ def load_experts(
 
 
 def default_threads() -> int:
-    """Readers where nothing else is said: up to 4, by the cores there are."""
-    return min(4, os.cpu_count() or 1)
+    """Readers where nothing else is said: on few cores more than there are, as some wait for the
+    disk while others work."""
+    return 4
 
 
 class _Crew:
@@ -99,7 +100,8 @@ class _Crew:
         self._reader = reader
         self._destination = destination
         self._packing = Packing(reader)
-        self._left = Counter(file for job in jobs for file in job.files)
+        self._files = [job.files for job in jobs]
+        self._left = Counter(chain.from_iterable(self._files))
         self._done_bytes = 0
         self._failures: dict[int, Exception] = {}
         self._stop = Event()
@@ -158,13 +160,10 @@ class _Crew:
         filling.finish()
 
     def _finish(self, first: int, end: int) -> None:
-        used_up = []
+        done = Counter(chain.from_iterable(self._files[first:end]))
         with self._lock:
             self._done_bytes += sum(self._sizes[first:end])
-            for job in self._jobs[first:end]:
-                for file in job.files:
-                    self._left[file] -= 1
-                    if not self._left[file]:
-                        used_up.append(file)
+            self._left -= done  # what is used up is gone
+            used_up = done.keys() - self._left.keys()
         for file in used_up:
             self._reader.release(file)

@@ -45,7 +45,7 @@ _LEAST_TYPICAL = 2.0**-100
 _UNSIGNED = (torch.uint8, torch.float8_e8m0fnu)
 
 # Scales of a matrix that are looked at; the whole of it would take as long as reading it.
-_NUM_SAMPLED = 512
+_NUM_SAMPLED = 128
 
 
 # Tensors of one matrix by suffix, as memory that files are read into.
@@ -191,12 +191,16 @@ def ranges_of(entry: PackedEntry, memories: Memories, *, expert: int | None) -> 
     for suffix, memory in memories.items():
         part = entry.parts[suffix]
         offset = part.offset if expert is None else part.offset + expert * len(memory)
-        dtype: torch.dtype = getattr(torch, part.dtype)
-        if suffix == entry.format.scale and dtype == torch.uint8:
-            dtype = torch.float8_e8m0fnu
-        numbers = dtype if dtype.is_floating_point else None
-        ranges.append(Range(part.file, offset, memory, part, numbers))
+        ranges.append(Range(part.file, offset, memory, part, numbers_of(entry, suffix)))
     return ranges
+
+
+def numbers_of(entry: PackedEntry, suffix: str) -> torch.dtype | None:
+    """What a tensor's bytes are where they must not be NaN or Inf."""
+    dtype: torch.dtype = getattr(torch, entry.parts[suffix].dtype)
+    if suffix == entry.format.scale and dtype == torch.uint8:
+        dtype = torch.float8_e8m0fnu
+    return dtype if dtype.is_floating_point else None
 
 
 def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype) -> torch.Tensor:
@@ -239,14 +243,14 @@ def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
         for suffix in memories
         if suffix != name and _is_single(first.parts[suffix])
     }
-    typical, most = first.format.largest({**singles, name: scales}).unbind(1)
+    typical, most = first.format.largest({**singles, name: scales}).numpy().T
     limit = first.format.most_typical
     is_large = ~((typical <= limit) & (most <= _MOST_SINGLE))
     is_small = (typical > 0) & (typical < _LEAST_TYPICAL)
-    wrong = (is_large | is_small).nonzero()
-    if not len(wrong):
+    is_wrong = is_large | is_small
+    if not is_wrong.any():
         return
-    index = int(wrong[0])
+    index = int(is_wrong.argmax())
     part = matrices[index][0].parts[name]
     if is_large[index]:
         raise CheckpointError(
@@ -274,9 +278,12 @@ def _sampled(scales: Sequence[memoryview], dtype: str) -> torch.Tensor:
     unsigned = (np.uint8, np.uint16, np.uint32)[of.itemsize.bit_length() - 1]
     # An odd step, so that a sample does not keep to the same columns.
     step = max(1, len(scales[0]) // of.itemsize // _NUM_SAMPLED) | 1
-    bits = np.stack([np.frombuffer(memory, unsigned)[::step] for memory in scales])
+    first = np.frombuffer(scales[0], unsigned)[::step]
+    bits = np.empty((len(scales), len(first)), unsigned)
+    for row, memory in zip(bits, scales, strict=True):
+        row[:] = np.frombuffer(memory, unsigned)[::step]
     if of not in _UNSIGNED:
         bits &= unsigned((1 << (8 * of.itemsize - 1)) - 1)
     middle = (bits.shape[1] - 1) // 2
-    median = np.partition(bits, middle, axis=1)[:, middle]
-    return torch.from_numpy(np.stack([median, bits.max(axis=1)], axis=1)).view(of)
+    bits.partition((middle, bits.shape[1] - 1), axis=1)
+    return torch.from_numpy(bits[:, (middle, -1)]).view(of)

@@ -14,9 +14,16 @@ from typing import NamedTuple
 
 import torch
 
+from hotset.checkpoint.formats.base import MatrixFormat
 from hotset.checkpoint.jobs import Job
 from hotset.checkpoint.mapping import ExpertPiece
-from hotset.checkpoint.packed import PackedEntry, check_scales, ranges_of, read_packed
+from hotset.checkpoint.packed import (
+    Memories,
+    PackedEntry,
+    check_scales,
+    numbers_of,
+    read_packed,
+)
 from hotset.checkpoint.reader import Range, ShardReader
 from hotset.checkpoint.scratch import Scratch, copy_bits
 from hotset.core.errors import CheckpointError
@@ -32,7 +39,7 @@ class _Place:
         ending: of the record field that has its bytes; `None` where it is read beside the record.
         start, nbytes: bytes of that field, or as many beside it.
         dtype, shape: of the tensor, of one expert.
-        expected: bytes that it must have, where it says nothing but a shape.
+        numbers: what must not be NaN or Inf; see `reader.Range`.
     """
 
     ending: str | None
@@ -40,7 +47,11 @@ class _Place:
     nbytes: int
     dtype: torch.dtype
     shape: tuple[int, ...]
-    expected: bytes | None = None
+    numbers: torch.dtype | None
+
+
+# A format, and the dtype and shape of each part.
+_Kind = tuple[MatrixFormat, tuple[tuple[str, tuple[int, ...]], ...]]
 
 
 class _Alike:
@@ -48,20 +59,30 @@ class _Alike:
     the same format and dtypes.
 
     Attributes:
-        places: by suffix.
-        is_done: reading fills all of the record's fields: nothing is to be rearranged.
+        kind: the same of other halves and fields of that format and shape.
+        places: by suffix, in the order of an entry's parts.
     """
 
     def __init__(self, job: Job, piece: ExpertPiece, fields: Fields, *, is_moved: bool) -> None:
         entry = _packed(piece)
         self._parts, self._format = list(entry.parts.values()), entry.format
         self._is_moved = is_moved
+        self.kind: _Kind = (entry.format, tuple((part.dtype, part.shape) for part in self._parts))
         self.places = {
             suffix: _place(job, piece, fields, suffix, is_moved=is_moved) for suffix in entry.parts
         }
-        self.is_done = all(
-            place.ending is not None or place.expected is not None for place in self.places.values()
-        )
+        self._beside = [name for name, place in self.places.items() if place.ending is None]
+        # All that may be beside the record without a part in it, and the bytes that it must have.
+        self._shape_bytes = b""
+        if self._beside == [entry.format.says_shape]:
+            dtype = self.places[self._beside[0]].dtype
+            self._shape_bytes = torch.tensor(self._format.shape, dtype=dtype).numpy().tobytes()
+
+    def is_in_place(self, memories: Memories) -> bool:
+        """Whether reading has filled all of the record's fields, and there is nothing to refuse."""
+        if not self._beside:
+            return True
+        return bool(self._shape_bytes) and memories[self._beside[0]] == self._shape_bytes
 
     def has(self, entry: PackedEntry, *, is_moved: bool) -> bool:
         """Whether a matrix of the same half and field is one of these."""
@@ -89,7 +110,7 @@ class Matrix(NamedTuple):
     piece: ExpertPiece
     fields: Fields
     alike: _Alike
-    memories: dict[str, memoryview]
+    memories: Memories
     row_order: torch.Tensor | None
 
     @property
@@ -134,18 +155,24 @@ class Packing:
         """
         name = job.piece.param.field
         order = None if job.row_order is None else _column_order(self._reader, job.row_order)
-        matrices, ranges = [], []
+        matrices: list[Matrix] = []
+        ranges: list[Range] = []
         for piece in job.pieces:
             alike = self._alike_of(job, piece, fields, is_moved=order is not None)
-            memories = {
-                suffix: scratch.memory(place.nbytes)
-                if place.ending is None
-                else field_memory[name + place.ending][place.start : place.start + place.nbytes]
-                for suffix, place in alike.places.items()
-            }
+            index = job.expert if piece.expert is None else 0
+            memories: dict[str, memoryview] = {}
+            for (suffix, place), part in zip(
+                alike.places.items(), _packed(piece).parts.values(), strict=True
+            ):
+                if place.ending is None:
+                    memory = scratch.memory(place.nbytes)
+                else:
+                    field = field_memory[name + place.ending]
+                    memory = field[place.start : place.start + place.nbytes]
+                memories[suffix] = memory
+                offset = part.offset + index * place.nbytes
+                ranges.append(Range(part.file, offset, memory, part, place.numbers))
             matrices.append(Matrix(job, piece, fields, alike, memories, order))
-            expert = None if piece.expert is not None else job.expert
-            ranges += ranges_of(_packed(piece), memories, expert=expert)
         return matrices, ranges
 
     @staticmethod
@@ -155,13 +182,13 @@ class Packing:
         Raises:
             CheckpointError: values that are no weights'; names tensor and file.
         """
-        groups: dict[int, list[Matrix]] = defaultdict(list)
+        groups: dict[_Kind, list[Matrix]] = defaultdict(list)
         for one in matrices:
-            groups[id(one.alike)].append(one)
+            groups[one.alike.kind].append(one)
         for group in groups.values():
             check_scales([(one.entry, one.memories) for one in group])
             for one in group:
-                if not one.alike.is_done or _says_otherwise(one):
+                if not one.alike.is_in_place(one.memories):
                     _rearrange(one)
 
     def _alike_of(self, job: Job, piece: ExpertPiece, fields: Fields, *, is_moved: bool) -> _Alike:
@@ -183,25 +210,14 @@ def _place(job: Job, piece: ExpertPiece, fields: Fields, suffix: str, *, is_move
     part, format_ = entry.parts[suffix], entry.format
     dtype: torch.dtype = getattr(torch, part.dtype)
     shape = part.shape if piece.expert is not None else part.shape[1:]
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    nbytes, numbers = torch.Size(shape).numel() * dtype.itemsize, numbers_of(entry, suffix)
     ending = None if is_moved else format_.as_stored.get(suffix)
     if ending is not None:
         field = fields[job.piece.param.field + ending]
         rows = half(field, job, piece)
         if rows.is_contiguous() and rows.nbytes == nbytes:
-            return _Place(ending, rows.data_ptr() - field.data_ptr(), nbytes, dtype, shape)
-    expected = None
-    if suffix == format_.says_shape:
-        expected = torch.tensor(format_.shape, dtype=dtype).numpy().tobytes()
-    return _Place(None, 0, nbytes, dtype, shape, expected)
-
-
-def _says_otherwise(one: Matrix) -> bool:
-    """Whether a tensor that says a shape says another one."""
-    return any(
-        place.expected is not None and one.memories[suffix] != place.expected
-        for suffix, place in one.alike.places.items()
-    )
+            return _Place(ending, rows.data_ptr() - field.data_ptr(), nbytes, dtype, shape, numbers)
+    return _Place(None, 0, nbytes, dtype, shape, numbers)
 
 
 def _rearrange(one: Matrix) -> None:

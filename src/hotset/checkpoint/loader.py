@@ -10,6 +10,7 @@ of `_BATCH_BYTES` together: what Python does for one of them is little, and the 
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -85,9 +86,9 @@ def load_experts(
 
 
 def default_threads() -> int:
-    """Readers where nothing else is said: on few cores more than there are, as some wait for the
-    disk while others work."""
-    return 4
+    """Readers where nothing else is said: up to 4, on few cores twice as many as there are, as some
+    wait for the disk while others work."""
+    return min(4, 2 * (os.cpu_count() or 1))
 
 
 class _Crew:

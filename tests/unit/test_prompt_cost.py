@@ -12,7 +12,8 @@ from plan_fakes import qwen3_30b, t1
 from repository import ROOT
 
 from hotset.core.costmodel import Rates, distinct_experts
-from hotset.core.geometry import AttentionLayer, ModelGeometry
+from hotset.core.formats import USUAL
+from hotset.core.geometry import AttentionLayer, ExpertSpec, ModelGeometry
 from hotset.core.machine import MachineDescription
 from hotset.core.prompt_cost import (
     POINTWISE_BYTES,
@@ -24,6 +25,7 @@ from hotset.core.prompt_cost import (
     sum_of_contexts,
     text_experts,
 )
+from hotset.core.staging import DEQUANTISE_TOKENS
 
 RATES = Rates(50.0, 55.0, 4000.0, gemm_tflops=200.0, prompt_layer_us=100.0)
 RING = Staging(65, 8)
@@ -82,6 +84,28 @@ def test_terms_by_hand() -> None:
     parts = (one.experts_ms, one.resident_ms, one.attention_ms, one.pointwise_ms, one.layers_ms)
     assert one.total_ms == pytest.approx(sum(parts))
     assert one.stream_ms == one.waiting_ms == 0
+
+
+def test_quantised_weights_are_made_once_for_all_chunks() -> None:
+    """From a number of tokens an expert on; T1 routes each to 4 of 16 experts."""
+    least = DEQUANTISE_TOKENS["int4"] * 16 // 4
+    plain = t1().layers[0].expert
+    packed = ExpertSpec.build(
+        hidden=plain.hidden,
+        intermediate=plain.intermediate,
+        gate=plain.gate,
+        has_bias=plain.has_bias,
+        dtype=plain.dtype,
+        weights=USUAL["int4"],
+    )
+    quantised = replace(t1(), layers=tuple(replace(x, expert=packed) for x in t1().layers))
+    args = {"resident_share": [1.0] * 3, "staging": RING, "together": True, "used": [16.0] * 3}
+    moved_ms = 3 * 16 * (packed.record_bytes + plain.record_bytes) / 4000 / 1e6
+    cases = ((2 * least, 2 * least, moved_ms), (2 * least, least, moved_ms), (least - 4, least, 0))
+    for num_tokens, chunk, made_ms in cases:
+        args |= {"num_tokens": num_tokens, "chunk_tokens": chunk}
+        want = predict_prompt(t1(), RATES, **args).experts_ms + made_ms
+        assert predict_prompt(quantised, RATES, **args).experts_ms == pytest.approx(want)
 
 
 def test_the_link_runs_beside_products_and_attention() -> None:

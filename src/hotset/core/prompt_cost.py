@@ -3,6 +3,7 @@
     between two layers' experts = resident weights (FLOPs, or bytes) + attention FLOPs
                                   + norms and the like (bytes) + layer time
     experts of a layer          = FLOPs, a kernel's last block of tokens counted full, or bytes
+                                  + bytes of weights that are dequantised beforehand
 
 Missing records come over the link group by group, while the device computes on what is there; how
 far the link may be ahead is what the staging buffers hold (`_streamed_ms`). Knows no budget; decode
@@ -22,7 +23,14 @@ import numpy as np
 from hotset.core.costmodel import Rates, distinct_experts
 from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.record import DTYPE_BYTES
-from hotset.core.staging import COPY_US, GROUP_US, NUM_BUFFERS, PREFETCH_SHARE, block_tokens
+from hotset.core.staging import (
+    COPY_US,
+    GROUP_US,
+    NUM_BUFFERS,
+    PREFETCH_SHARE,
+    DequantiseRule,
+    block_tokens,
+)
 
 # A kernel's block of tokens of one expert; the last one of each expert is half full on average.
 EXPERT_ROWS = 128
@@ -145,7 +153,8 @@ def least_prompt_ms(
 
     Copies run beside everything, those for the next layers too, so either the link is busy
     throughout or the device is. What is read in place is read by the experts' own kernels, and
-    only their products run beside it.
+    only their products run beside it. Weights are multiplied in 16 bits whatever their format;
+    that they are made beforehand and written somewhere is our way, and no part of the bound.
 
     Args:
         link_bytes: that cross the link.
@@ -240,7 +249,9 @@ def _pass(
         if streams:
             # Neighbours go in one copy, which ends where the next expert is not missing.
             copy += (groups + missing * (1 - missing / layer.num_experts)) * COPY_US / 1e3
-        compute = sum(_experts_ms(layer, rates, end - start, num) for start, end in chunks)
+        sizes = [end - start for start, end in chunks]
+        compute = sum(_experts_ms(layer, rates, size, num) for size in sizes)
+        compute += _dequantise_ms(layer, rates, sizes, num)
         layers.append(_Layer(copy, groups, compute, num >= PREFETCH_SHARE * layer.num_experts))
     resident_ms = sum(_resident_ms(geometry, rates, end - start) for start, end in chunks)
     attention = sum(_attention_ms(geometry, rates, start, end) for start, end in chunks)
@@ -291,7 +302,26 @@ def _experts_ms(layer: MoELayer, rates: Rates, num_tokens: int, num_used: float)
     num_blocks = ceil(num_tokens / block_tokens(layer.expert, layer.top_k))
     rows = num_tokens * layer.top_k + num_blocks * num_used * EXPERT_ROWS / 2
     flops = _flops_ms(expert_flops(layer) * rows, rates.expert_tflops or rates.gemm_tflops)
-    return max(flops, num_used * layer.expert.record_bytes / rates.hbm_gbps / 1e6)
+    read = layer.expert.as_plain() if _is_dequantised(layer, num_tokens) else layer.expert
+    return max(flops, num_used * read.record_bytes / rates.hbm_gbps / 1e6)
+
+
+def _dequantise_ms(
+    layer: MoELayer, rates: Rates, chunk_sizes: Sequence[int], num_used: float
+) -> float:
+    """Records read and plain ones written, once for all chunks that multiply with these."""
+    if not any(_is_dequantised(layer, size) for size in chunk_sizes):
+        return 0.0
+    moved = layer.expert.record_bytes + layer.expert.as_plain().record_bytes
+    return num_used * moved / rates.hbm_gbps / 1e6
+
+
+def _is_dequantised(layer: MoELayer, num_tokens: int) -> bool:
+    """Whether the first block of so many tokens, the largest, has its weights made beforehand."""
+    block = min(num_tokens, block_tokens(layer.expert, layer.top_k))
+    return DequantiseRule().pays(
+        block, spec=layer.expert, top_k=layer.top_k, num_experts=layer.num_experts
+    )
 
 
 def _resident_ms(geometry: ModelGeometry, rates: Rates, num_tokens: int) -> float:

@@ -82,6 +82,7 @@ class ExpertStore(Closing):
         )
         self.steps_in_flight, self.is_torn = 0, False
         self._fields = [_places(layer.expert.layout) for layer in self.layers]
+        self._dtypes = [{place[1] for place in fields} for fields in self._fields]
 
     def _home(self, layer: int, expert: int) -> int:
         """Where the device finds a record without a slot; 0 where that cannot be, so that the
@@ -98,9 +99,11 @@ class ExpertStore(Closing):
     def fields(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
         """Typed, shaped, writable views of `record`, by field name."""
         record = self.record(layer, expert)
+        typed = {dtype: record.view(dtype) for dtype in self._dtypes[layer]}
+        # One operation for each: this is asked of every expert while a model loads.
         return {
-            name: record[begin:end].view(dtype).view(shape)
-            for name, begin, end, dtype, shape in self._fields[layer]
+            name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + first)
+            for name, dtype, shape, strides, first in self._fields[layer]
         }
 
     def place(self, placement: Placement) -> None:
@@ -240,18 +243,14 @@ class ExpertStore(Closing):
 
 def _places(
     layout: RecordLayout,
-) -> list[tuple[str, int, int, torch.dtype, tuple[int, ...]]]:
-    """(name, first byte, end, dtype, shape) of each field of a record."""
-    return [
-        (
-            field.name,
-            field.offset,
-            field.offset + field.nbytes,
-            getattr(torch, field.dtype),
-            field.shape,
-        )
-        for field in layout.fields
-    ]
+) -> list[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int]]:
+    """(name, dtype, shape, strides, first element counted in that dtype) of each field."""
+    places = []
+    for field in layout.fields:
+        dtype: torch.dtype = getattr(torch, field.dtype)
+        strides = torch.empty(field.shape, device="meta").stride()
+        places.append((field.name, dtype, field.shape, strides, field.offset // dtype.itemsize))
+    return places
 
 
 def _owned(placement: Placement) -> dict[tuple[int, int], int]:

@@ -12,6 +12,8 @@ from typing import Any
 
 import simulated_graphs
 
+from hotset.core.errors import ConfigError
+
 # One prompt that decodes at once, one with a few tokens, one that is more than a filling step.
 PROMPTS = [list(range(5, 5 + length)) for length in (3, 17, 100)]
 
@@ -27,8 +29,7 @@ def main(job: dict[str, Any]) -> None:
     if simulated is not None:
         os.environ["VLLM_DISABLE_COMPILE_CACHE"] = "1"
         simulated_graphs.install()
-        if simulated == "broken":
-            simulated_graphs.hold_nothing()
+        simulated_graphs.BREAK.get(simulated, lambda: None)()
     from vllm import LLM, SamplingParams
 
     options = dict(job.get("options", {}))
@@ -48,13 +49,28 @@ def main(job: dict[str, Any]) -> None:
     )
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    before = llm.collective_rpc("hotset_traffic") if hotset is not None else []
     outputs = llm.generate(prompts, sampling, use_tqdm=False)
     answer: dict[str, Any] = {"tokens": [list(one.outputs[0].token_ids) for one in outputs]}
     answer["graphs"] = simulated_graphs.counts
     if hotset is not None:
+        answer["traffic before"] = before  # vLLM runs the model to measure and to capture it
         for name in ("traffic", "summary", "verify"):
             answer[name] = llm.collective_rpc(f"hotset_{name}")
+    if "call" in job:
+        answer["said"] = said_by(llm, job["call"])
+        again = llm.generate(prompts, sampling, use_tqdm=False)
+        answer["again"] = [list(one.outputs[0].token_ids) for one in again]
     print("\n" + json.dumps(answer))
+
+
+def said_by(llm: Any, method: str) -> str:
+    """What a worker's method says when it refuses; empty when it does not."""
+    try:
+        llm.collective_rpc(method)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

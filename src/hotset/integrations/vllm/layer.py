@@ -32,7 +32,7 @@ from hotset.integrations.vllm.graphs import HotsetRunner, leave_graphs
 from hotset.integrations.vllm.metrics import serve_counts
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.op import routed_experts
-from hotset.integrations.vllm.refusals import check_engine, check_layer
+from hotset.integrations.vllm.refusals import check_engine, check_layer, refuse_reloading
 
 logger = init_logger("vllm.hotset")  # vLLM shows what is logged below its own name
 
@@ -144,6 +144,7 @@ def model_of(vllm_config: VllmConfig, config: PluginConfig) -> ModelExperts:
     if KEY not in context:
         check_engine(vllm_config)
         leave_graphs(vllm_config)
+        refuse_reloading()
         context[KEY] = ModelExperts(config, torch.device(vllm_config.device_config.device))
     model: ModelExperts = context[KEY]
     return model

@@ -1,4 +1,4 @@
-"""What of vLLM hotset does not work with, refused at the start by the option's name.
+"""What of vLLM hotset does not work with, refused by its name: options at the start.
 
 Knows vLLM's configuration objects. Anything that is not refused here is either supported or does
 not touch the experts.
@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 from hotset.core.errors import ConfigError
+from hotset.integrations.vllm.config import KEY
 
 _PLATFORMS = ("cpu", "cuda")
+# Of weights as a vLLM without hotset has laid them out.
+_STATE_FORMATS = ("ipc_cache", "runai_streamer_sharded", "sharded_state", "tensorizer")
 
 
 def check_engine(vllm_config: VllmConfig) -> None:
@@ -34,7 +37,18 @@ def check_engine(vllm_config: VllmConfig) -> None:
 
 
 def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
-    parallel = vllm_config.parallel_config
+    """Option and reason."""
+    yield from _unsupported_parallel(vllm_config.parallel_config)
+    yield from _unsupported_memory(vllm_config)
+    yield from _unsupported_weights(vllm_config)
+    if vllm_config.speculative_config is not None:
+        yield "--speculative-config", "layers of a second model run between the first one's"
+    backend = vllm_config.kernel_config.moe_backend
+    if backend != "auto":
+        yield f"--moe-backend {backend}", "the experts' kernels are hotset's"
+
+
+def _unsupported_parallel(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
     for option, number in (
         ("--data-parallel-size", parallel.data_parallel_size),
         ("--pipeline-parallel-size", parallel.pipeline_parallel_size),
@@ -43,31 +57,40 @@ def _unsupported(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
     ):
         if number > 1:
             yield option, "a step must run all layers, on the tokens of all ranks"
-    if parallel.enable_expert_parallel:
-        yield "--enable-expert-parallel", "each rank holds a part of every expert"
+    # Before expert parallelism, which both of these need.
+    if parallel.enable_elastic_ep:
+        yield "--enable-elastic-ep", "each rank holds a part of every expert"
     if parallel.enable_eplb:
         yield "--enable-eplb", "its replicas would be records that change"
+    if parallel.enable_expert_parallel:
+        yield "--enable-expert-parallel", "each rank holds a part of every expert"
     if parallel.enable_dbo:
         yield "--enable-dbo", "two half steps would run at once"
-    if vllm_config.speculative_config is not None:
-        yield "--speculative-config", "layers of a second model run between the first one's"
+    if parallel.ubatch_size > 1:
+        yield "--ubatch-size", "parts of a step would run at once"
+
+
+def _unsupported_memory(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
+    offload = vllm_config.offload_config
+    if offload.uva.cpu_offload_gb > 0:
+        yield "--cpu-offload-gb", "experts are in host memory already"
+    if offload.prefetch.offload_group_size > 0:
+        yield "--offload-group-size", "experts are in host memory already"
+    if vllm_config.model_config.enable_sleep_mode:
+        yield "--enable-sleep-mode", "page-locked records cannot be put to sleep"
+
+
+def _unsupported_weights(vllm_config: VllmConfig) -> Iterator[tuple[str, str]]:
     if vllm_config.lora_config is not None:
         yield "--enable-lora", "records hold no adapters"
     if vllm_config.quant_config is not None:
         name = vllm_config.quant_config.get_name()
         yield f"--quantization {name}", "records are read from unquantised weights"
-    if _cpu_offload_gb(vllm_config) > 0:
-        yield "--cpu-offload-gb", "experts are in host memory already"
-    if vllm_config.model_config.enable_sleep_mode:
-        yield "--enable-sleep-mode", "page-locked records cannot be put to sleep"
-
-
-def _cpu_offload_gb(vllm_config: VllmConfig) -> float:
-    """It has moved between configuration objects from version to version."""
-    offload: Any = getattr(vllm_config, "offload_config", None)
-    uva: Any = getattr(offload, "uva", None)
-    old: Any = getattr(vllm_config.cache_config, "cpu_offload_gb", 0)
-    return float(getattr(uva, "cpu_offload_gb", 0) or old or 0)
+    if vllm_config.load_config.load_format in _STATE_FORMATS:
+        name = vllm_config.load_config.load_format
+        yield f"--load-format {name}", "it holds vLLM's own layers of experts, not a checkpoint"
+    if vllm_config.weight_transfer_config is not None:
+        yield "--weight-transfer-config", "records are written once"
 
 
 def check_layer(name: str, moe: FusedMoEConfig, layer: Any) -> None:
@@ -91,3 +114,23 @@ def check_layer(name: str, moe: FusedMoEConfig, layer: Any) -> None:
                 f"layer `{name}` has {reason}, which hotset does not support inside vLLM",
                 hint="run this model without hotset in `--additional-config`",
             )
+
+
+def refuse_reloading() -> None:
+    """From now on this process's worker refuses to read its weights again, if hotset has them.
+
+    vLLM would leave new weights of experts out without a word: they have no parameters any more.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    stock_reload = Worker.reload_weights
+
+    def reload_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if KEY in self.vllm_config.compilation_config.static_forward_context:
+            raise ConfigError(
+                "`reload_weights` does not work with hotset: records are written once",
+                hint="start vLLM again, with the new weights",
+            )
+        return stock_reload(self, *args, **kwargs)
+
+    Worker.reload_weights = reload_weights

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -57,10 +58,14 @@ class AbsentGPU:
 
 
 class Compiled:
-    """Collects every kernel that a launcher would have launched."""
+    """Collects every kernel that a launcher would have launched.
+
+    Somebody watches, as vLLM does: Triton writes what a kernel is compiled for as JSON then.
+    """
 
     def __init__(self) -> None:
         self.kernels: list[tuple[str, Any]] = []
+        knobs.runtime.jit_post_compile_hook = lambda **_: None
 
     def launcher(self, function: JITFunction, grid: tuple[int, ...]) -> Any:
         def compile_only(*args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ experts, tokens or grids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -30,8 +31,11 @@ ABSENT = -1
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(dict[str, Any]):
     """One matrix of a record as kernels know it when they are compiled.
+
+    A dictionary of its attributes as well: Triton gives what a kernel is compiled for to whoever
+    watches it compile (vLLM does) as JSON, which knows no class of ours.
 
     Attributes:
         codes: `plain`, `fp8`, `int4`, `fp4` or `lossless`.
@@ -40,7 +44,6 @@ class Matrix:
         half_rows: N of a half.
         row_words: words from one row of codes to the next; of `lossless` groups of 8 columns.
         scale_codes: `float8_e4m3fn`, `float8_e8m0fnu`, or a number's dtype.
-        scale_type: what a scale is loaded as.
         group, block: columns and rows of a half that share a scale.
         num_groups, num_blocks: how many of them.
         offset, scale, zero, factor, order: bytes into the record; `ABSENT` for none.
@@ -54,7 +57,6 @@ class Matrix:
     half_rows: int
     row_words: int
     scale_codes: str
-    scale_type: tl.dtype
     group: int
     block: int
     num_groups: int
@@ -69,6 +71,14 @@ class Matrix:
     rare: int = ABSENT
     row_rare: int = 0
     rare_places: int = 0
+
+    def __post_init__(self) -> None:
+        super().update(vars(self))
+
+    @property
+    def scale_type(self) -> tl.dtype:
+        """What a scale is loaded as."""
+        return _SCALE_TYPES[self.scale_codes]
 
     @property
     def scale_is_bfloat16(self) -> bool:
@@ -97,7 +107,6 @@ class Matrix:
             half_rows=rows,
             row_words=columns if form.is_plain else form.row_words(columns),
             scale_codes=form.scale_dtype,
-            scale_type=_SCALE_TYPES[form.scale_dtype],
             group=form.scale_columns or columns,
             block=form.scale_rows or rows,
             num_groups=form.num_groups(columns),

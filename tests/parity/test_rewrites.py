@@ -115,6 +115,23 @@ def test_products_of_one_input_share_a_launch() -> None:
         assert ours.shape == right.shape and ((ours.double() - right).abs() <= bound).all()
 
 
+def test_a_product_of_a_product() -> None:
+    """As the low-rank gates of a model have it: the second one's input has been replaced."""
+
+    def project(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return functional.linear(functional.linear(x, down), up)
+
+    x, down, up = randn(2, 64), randn(8, 64, seed=1), randn(64, 8, seed=2)
+    module = rewritten(project, x, down, up)
+    first, second = found(module, PRODUCTS)
+    assert second.args[0].args[0] is first and not found(module, torch.ops.aten.mm.default)
+    # Both round to BF16, the first one's sum in another order: by its last place at most, which is
+    # eps of each of 8 numbers, and the second one's by its own.
+    right = project(x, down, up)
+    bound = torch.finfo(BF16).eps * (functional.linear(x, down).abs() @ up.abs().T + right.abs())
+    assert ((module(x, down, up) - right).abs() <= bound).all()
+
+
 def test_products_with_a_bias_are_apart_from_those_without() -> None:
     def project(
         x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, v: torch.Tensor

@@ -138,14 +138,18 @@ class _Product(NamedTuple):
     """One product of the graph: node = x_TC @ weight_NC^T (+ bias_N)."""
 
     node: fx.Node
-    x_TC: fx.Node
     weight_NC: fx.Node
     bias_N: fx.Node | None
 
     @property
+    def taken(self) -> fx.Node:
+        """x_TC as it is now: it may be a product itself, and have been replaced since."""
+        return cast(fx.Node, self.node.args[-2])
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Products of equal keys have the same input, and may share a launch."""
-        x = self.x_TC
+        x = self.taken
         # Each product has its own reshape of what they share.
         same = x.args[0] if x.target in (_aten.reshape.default, _aten.view.default) else x
         return (same, tuple(x.meta["val"].shape), self.bias_N is None)
@@ -184,7 +188,7 @@ def _product(node: fx.Node) -> _Product | None:
         return None
     if bias is not None and given[1].meta["val"].shape != weight.meta["val"].shape[:1]:
         return None
-    return _Product(node, x, weight, None if bias is None else given[1])
+    return _Product(node, weight, None if bias is None else given[1])
 
 
 def _plain(value: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -196,7 +200,7 @@ def _join(graph: fx.Graph, group: list[_Product]) -> None:
     weights = [product.weight_NC for product in group]
     biases = [product.bias_N for product in group if product.bias_N is not None]
     with graph.inserting_before(group[0].node):
-        ours = graph.call_function(products.products._opoverload, (group[0].x_TC, weights, biases))
+        ours = graph.call_function(products.products._opoverload, (group[0].taken, weights, biases))
         ours.meta["val"] = [product.node.meta["val"] for product in group]
         outs = [graph.call_function(operator.getitem, (ours, i)) for i in range(len(group))]
     for out, product in zip(outs, group, strict=True):

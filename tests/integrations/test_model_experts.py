@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hotset.core.errors import CheckpointError
+from hotset.core.errors import CheckpointError, ConfigError
+from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
+from hotset.core.profile import NUM_REUSE_BUCKETS, Profile
 from hotset.integrations.vllm.config import PluginConfig
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.verify import verify_experts
@@ -90,6 +93,39 @@ def test_nothing_moves_without_slots_or_with_all(num_slots: int) -> None:
     model = make_model(num_slots=num_slots)
     step(model, 3, 0)
     assert model.policy.name == "none" and verify_experts(model) == []
+
+
+def save_profile(file: Path, *, num_layers: int = NUM_LAYERS) -> None:
+    """Of a text that uses an expert twice as often as the one before it."""
+    counts_LE = np.tile(2 ** np.arange(NUM_EXPERTS), (num_layers, 1))
+    fingerprint = ModelFingerprint(
+        architecture="any",
+        num_experts=(NUM_EXPERTS,) * num_layers,
+        top_k=(TOP_K,) * num_layers,
+        router_hash="ab",
+    )
+    reuse_LB = np.zeros((num_layers, NUM_REUSE_BUCKETS), dtype=np.int64)
+    Profile(fingerprint, counts_LE, reuse_LB, num_tokens=128, num_sequences=1).save(file)
+
+
+def test_a_profile_says_who_has_slots_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "mine.npz"
+    save_profile(file)
+    resident_LE = make_model(profile=str(file)).store.placement.resident[:, :NUM_EXPERTS]
+    assert resident_LE[:, -3:].all() and resident_LE.sum() == 6
+    without_LE = make_model().store.placement.resident[:, :NUM_EXPERTS]
+    assert not np.array_equal(without_LE, resident_LE), "the control"
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "other.npz"
+    save_profile(file, num_layers=NUM_LAYERS + 1)
+    with pytest.raises(
+        ConfigError, match=r"other\.npz` is of another model: MoE layers 2 against 3"
+    ):
+        make_model(profile=str(file))
+    with pytest.raises(CheckpointError, match=r"none\.npz"):
+        make_model(profile=str(tmp_path / "none.npz"))
 
 
 def test_a_wrong_slot_is_found() -> None:

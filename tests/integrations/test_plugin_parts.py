@@ -30,6 +30,8 @@ def test_options_are_read_and_checked() -> None:
     given = {"vram": "2MiB", "policy": "lru", "metrics_port": 8130}
     config = PluginConfig.of({"hotset": given, "another": 1})
     assert config == PluginConfig(vram_bytes=2 * 2**20, policy="lru", metrics_port=8130)
+    config = PluginConfig.of({"hotset": {"vram": 1, "verify": True, "profile": "mine.npz"}})
+    assert config == PluginConfig(vram_bytes=1, verify=True, profile="mine.npz")
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"another": {"vram": 1}}])

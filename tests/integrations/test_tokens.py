@@ -72,13 +72,20 @@ def is_installed(distribution: str) -> bool:
 
 
 def check_equal(
-    run: Run, model: str, *, vram: str, ours_alone: dict[str, Any] | None = None, **job: Any
+    run: Run,
+    model: str,
+    *,
+    vram: str,
+    verify: bool = False,
+    ours_alone: dict[str, Any] | None = None,
+    **job: Any,
 ) -> dict[str, Any]:
     """Same tokens; slots were used and filled; every audit and comparison in the workers passed.
 
     Skips with the reason where vLLM without hotset does not run this.
 
     Args:
+        verify: experts are checked at the start as well, while vLLM loads.
         ours_alone: what of the job is not done without hotset.
     """
     stock = run(model=model, **job)
@@ -86,7 +93,8 @@ def check_equal(
         if is_old() and words in stock.get("failed", ""):
             pytest.skip(reason)
     assert "failed" not in stock, stock["failed"]
-    ours = run(model=model, hotset={"vram": vram, "poison": True}, **job, **(ours_alone or {}))
+    hotset = {"vram": vram, "poison": True, "verify": verify}
+    ours = run(model=model, hotset=hotset, **job, **(ours_alone or {}))
     assert "failed" not in ours, ours["failed"]
     assert ours["tokens"] == stock["tokens"]
     assert all(count["hits"] and count["fills"] for count in ours["traffic"]), ours["traffic"]
@@ -95,7 +103,7 @@ def check_equal(
 
 
 def test_pocket_gives_the_tokens_of_vllm_without_hotset(run_vllm: Run) -> None:
-    check_equal(run_vllm, str(resolve_model("pocket")), vram="3MiB")
+    check_equal(run_vllm, str(resolve_model("pocket")), vram="3MiB", verify=True)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +167,15 @@ def test_other_weights_give_other_tokens(run_vllm: Run, tmp_path: Path) -> None:
         ({"hotset": {"vramm": "1MiB"}}, "did you mean `vram`?"),
         ({"hotset": {}}, "`vram` is not set"),
         (
+            {"hotset": {"vram": 0, "verify": True}, "options": {"load_format": "dummy"}},
+            "of expert 0 differs from the checkpoint",
+        ),
+        (
             {"hotset": {"vram": 0}, "options": {"enable_lora": True}},
             "`--enable-lora` does not work with hotset",
         ),
     ],
-    ids=["unknown option", "no budget", "option of vLLM's"],
+    ids=["unknown option", "no budget", "other weights than the files'", "option of vLLM's"],
 )
 def test_what_is_wrong_ends_the_start(job: dict[str, Any], words: str, run_vllm: Run) -> None:
     answer = run_vllm(model=str(resolve_model("pocket")), **job)

@@ -28,19 +28,24 @@ from hotset.kernels.dequantise import dequantise_matrix, unpack_lossless
 
 # (layer, expert) -> views of the record's fields by name
 Fields = Callable[[int, int], dict[str, torch.Tensor]]
+# A field's name and an expert's whole tensor -> the part of it that a record holds
+Part = Callable[[str, torch.Tensor], torch.Tensor]
 
 # A published divisor is kept as its reciprocal: that, and each of the two products, is rounded once
 # on either side. Relative, FP32.
 _RECIPROCAL_ERROR = 4 * torch.finfo(torch.float32).eps
 
 
-def audit_records(keys: KeyMap, fields: Fields, experts: Sequence[ExpertSpec]) -> Iterator[str]:
+def audit_records(
+    keys: KeyMap, fields: Fields, experts: Sequence[ExpertSpec], *, part: Part | None = None
+) -> Iterator[str]:
     """One sentence for every record field that differs from the checkpoint; none when all agree.
 
     Args:
         keys: the checkpoint, classified and complete.
         fields: the records to check; a cast to their dtype is part of what is expected.
         experts: what the experts of each MoE layer look like.
+        part: of plain weights, where a record holds no whole expert.
     """
     pieces: dict[str, list[ExpertPiece]] = defaultdict(list)
     for piece in keys.pieces:
@@ -55,6 +60,7 @@ def audit_records(keys: KeyMap, fields: Fields, experts: Sequence[ExpertSpec]) -
                 record = fields(param.layer, expert)
                 want = _expected(mine, expert, files)
                 want = _as_ordered(want, param, files, expert, record, down)
+                want = want if part is None else part(param.field, want)
                 if not _agrees(want, record, param, experts[param.layer], mine):
                     yield f"`{param.full_name}` of expert {expert} differs from the checkpoint"
 

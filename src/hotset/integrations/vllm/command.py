@@ -10,6 +10,7 @@ import importlib.util
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from hotset.core.config import EngineConfig
 from hotset.core.errors import ConfigError
@@ -55,6 +56,7 @@ def command_line(
         "vram": plan.device["slots"] + plan.device["staging ring"],
         "policy": config.policy,
         "half_life": config.half_life,
+        "profile": None if config.profile is None else str(Path(config.profile).resolve()),
         "staging": config.staging,
         "kernels": config.kernels,
     }
@@ -88,7 +90,6 @@ def _check(config: EngineConfig, listening: Listening) -> None:
     for option, is_set in (
         ("--batch-invariant", config.batch_invariant),
         ("--lossless", config.lossless),
-        ("--profile", config.profile is not None),
         ("--prefill-share", config.prefill_share != EngineConfig.prefill_share),
         ("--strict", config.strict),
         ("--revision", config.revision is not None),

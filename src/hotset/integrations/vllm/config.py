@@ -15,8 +15,8 @@ from hotset.core.config import EngineConfig
 from hotset.core.errors import ConfigError
 
 KEY = "hotset"
-_ENGINE_OPTIONS = ("vram", "policy", "half_life", "staging", "kernels", "poison")
-OPTIONS = (*_ENGINE_OPTIONS, "metrics_port")
+_ENGINE_OPTIONS = ("vram", "policy", "half_life", "profile", "staging", "kernels", "poison")
+OPTIONS = (*_ENGINE_OPTIONS, "verify", "metrics_port")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,8 @@ class PluginConfig:
 
     Attributes:
         vram_bytes: device memory of slots and staging buffers, on each GPU.
-        policy, half_life, staging, kernels, poison: see `EngineConfig`.
+        policy, half_life, profile, staging, kernels, poison: see `EngineConfig`.
+        verify: experts are checked before the first request, and the start ends if one is wrong.
         metrics_port: TCP port of rank 0's metrics on the loopback address, the next ones for the
             ranks behind it; `None` for none.
     """
@@ -33,9 +34,11 @@ class PluginConfig:
     vram_bytes: int
     policy: str | None = None
     half_life: float | None = None
+    profile: str | None = None
     staging: str | None = None
     kernels: str | None = None
     poison: bool = False
+    verify: bool = False
     metrics_port: int | None = None
 
     @classmethod
@@ -71,9 +74,11 @@ class PluginConfig:
             vram_bytes=checked.vram_bytes,
             policy=checked.policy,
             half_life=checked.half_life,
+            profile=checked.profile,
             staging=checked.staging,
             kernels=checked.kernels,
             poison=checked.poison,
+            verify=_switch("verify", given.get("verify")),
             metrics_port=_port(given.get("metrics_port")),
         )
 
@@ -84,6 +89,12 @@ def _check_names(given: Mapping[str, Any]) -> None:
             close = get_close_matches(str(name), OPTIONS, n=1)
             hint = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(OPTIONS)}"
             raise ConfigError(f"hotset has no option `{name}` inside vLLM", hint=hint)
+
+
+def _switch(name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {value!r}, it must be true or false", option=name)
+    return bool(value)
 
 
 def _port(value: object) -> int | None:

@@ -27,6 +27,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from hotset.core.geometry import MoELayer
 from hotset.integrations.vllm import cpu_routing, records
+from hotset.integrations.vllm.checks import require_verified
 from hotset.integrations.vllm.config import KEY, PluginConfig
 from hotset.integrations.vllm.graphs import HotsetRunner, leave_graphs
 from hotset.integrations.vllm.metrics import serve_counts
@@ -54,6 +55,7 @@ class HotsetMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self._name, self._model, self._index = name, model, -1
         self._views: dict[str, torch.Tensor] = {}
+        self._vllm_config = get_current_vllm_config()
 
     def create_weights(
         self,
@@ -85,6 +87,9 @@ class HotsetMethod(FusedMoEMethodBase):
         self._views = {}
         if self._model.loaded(self._index):
             logger.info("%s", self._model.summary())
+            if self._model.config.verify:
+                require_verified(self._model, self._vllm_config)
+                logger.info("hotset: every record, slot and placement is verified")
             port = self._model.config.metrics_port
             if port is not None:
                 serve_counts(self._model, port=port, rank=get_tensor_model_parallel_rank())

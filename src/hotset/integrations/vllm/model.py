@@ -15,8 +15,10 @@ import torch
 
 from hotset.checkpoint.finite import is_finite
 from hotset.core.errors import CheckpointError, explain_out_of_memory
+from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Placement
+from hotset.core.profile import Profile
 from hotset.core.staging import StagingRule
 from hotset.core.units import format_bytes
 from hotset.experts.arena import make_bank
@@ -41,6 +43,9 @@ class ModelExperts:
         config: the user's choices.
         device: that the model runs on.
 
+    Raises:
+        CheckpointError: the profile is missing or damaged.
+
     Attributes:
         layers: added so far, in the order in which a forward calls them.
         banks: their records.
@@ -52,6 +57,7 @@ class ModelExperts:
         self.kernels = select_kernels(device, config.kernels)
         if self.kernels.name == "triton" and device.type == "cuda":
             check_triton_toolchain()
+        self._profile = None if config.profile is None else Profile.load(config.profile)
         self.layers: list[MoELayer] = []
         self.banks: list[torch.Tensor] = []
         self._num_loaded = 0
@@ -74,6 +80,7 @@ class ModelExperts:
         Raises:
             CheckpointError: a weight is not finite.
             CapacityError: slots do not fit the device.
+            ConfigError: the profile is of a model of another shape.
         """
         self._check_finite(index)
         self._num_loaded += 1
@@ -95,6 +102,7 @@ class ModelExperts:
                     )
 
     def _start(self) -> None:
+        self._check_profile()
         use_ring = (self.config.staging or self._default_staging) == "ring"
         sizes = sizes_within(self.layers, self.config.vram_bytes, use_ring=use_ring)
         with explain_out_of_memory(
@@ -114,11 +122,23 @@ class ModelExperts:
             num_slots=sizes.pools.num_slots,
             name=self.config.policy,
             half_life=self.config.half_life,
+            profile=self._profile,
         )
         resident_LE = initial_residents(self.policy, sizes.pools, np.array(sizes.slots_L))
         with torch.inference_mode():
             self.store.place(Placement.from_residents(sizes.pools, resident_LE))
             self._make_runners()
+
+    def _check_profile(self) -> None:
+        """Routers are vLLM's, under names of its own: of the model, only the shape is compared."""
+        if self._profile is None:
+            return
+        shape = ModelFingerprint(
+            architecture="",
+            num_experts=tuple(layer.num_experts for layer in self.layers),
+            top_k=tuple(layer.top_k for layer in self.layers),
+        )
+        self._profile.check_fits(shape, name=f"profile `{self.config.profile}`")
 
     @property
     def _default_staging(self) -> str:

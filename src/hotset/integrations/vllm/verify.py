@@ -2,7 +2,7 @@
 
 Slots are compared with the arena byte for byte, the table with both; and each layer's output with
 experts read from slots, from host memory, and through the staging ring, bit for bit. What vLLM
-itself does from run to run is not looked at.
+itself does from run to run is not looked at, and the files of the checkpoint by `audit`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _inputs(model: ModelExperts, layer: int, num_tokens: int) -> Inputs:
     """Hidden states, ids and routing weights: the same for the same layer, every expert in turn."""
     spec = model.store.layers[layer]
-    source = torch.Generator().manual_seed(layer)
-    x_TH = torch.randn(num_tokens, spec.expert.hidden, generator=source)
-    weights_TK = torch.rand(num_tokens, spec.top_k, generator=source)
+    # Named, as vLLM changes the defaults of both while it loads a model.
+    source, plain = torch.Generator("cpu").manual_seed(layer), torch.float32
+    x_TH = torch.randn(num_tokens, spec.expert.hidden, generator=source, dtype=plain)
+    weights_TK = torch.rand(num_tokens, spec.top_k, generator=source, dtype=plain)
     first = torch.arange(num_tokens)[:, None] * spec.top_k + torch.arange(spec.top_k)
     ids_TK = (first % spec.num_experts).to(torch.int32)
     dtype = getattr(torch, spec.expert.dtype)

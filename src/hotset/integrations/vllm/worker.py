@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from vllm.config import VllmConfig
+
 from hotset.core.errors import ConfigError
+from hotset.integrations.vllm.checks import all_that_is_wrong
 from hotset.integrations.vllm.config import KEY
 from hotset.integrations.vllm.model import ModelExperts
-from hotset.integrations.vllm.verify import verify_experts
 
 
 class HotsetWorker:
@@ -29,8 +31,9 @@ class HotsetWorker:
         return experts_of(self).summary()
 
     def hotset_verify(self) -> list[str]:
-        """One sentence for everything that is wrong on this rank; see `verify_experts`."""
-        return verify_experts(experts_of(self))
+        """One sentence for everything that is wrong on this rank; see `all_that_is_wrong`."""
+        vllm_config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        return all_that_is_wrong(experts_of(self), vllm_config)
 
 
 def experts_of(worker: Any) -> ModelExperts:

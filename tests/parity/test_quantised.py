@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from families import Family, difference, make_family, stock_logits, text
 from hotset.checkpoint.audit import audit_records
+from hotset.core.errors import CheckpointError
 from hotset.runtime.engine import Engine
 from hotset.runtime.verify import logit_bound, placements
 from hotset.runtime.weights import CheckpointWeights
@@ -105,6 +106,26 @@ def test_a_family_in_its_published_format(
     model_type: str, experts: str, attention: str | None, tmp_path: Path
 ) -> None:
     check(both(model_type, tmp_path, DIALECTS[experts], DIALECTS[attention] if attention else None))
+
+
+def test_matrices_of_a_layer_need_not_have_the_same_tensors(tmp_path: Path) -> None:
+    """One says its shape and the next does not; where that shape is another one, it is refused."""
+    both("glm4_moe", tmp_path, DIALECTS["int4"], None)
+    file = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(file)
+    shapes = [name for name in tensors if name.endswith("weight_shape")]
+    for name in shapes[1::2]:
+        del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    source = CheckpointWeights(str(file.parent), dtype="float32")
+    with Family(file.parent, source).engine() as engine:
+        specs = [layer.expert for layer in engine.geometry.layers]
+        assert not list(audit_records(source.keys, engine.store.fields, specs))
+    tensors[shapes[-2]] += 8
+    save_file(tensors, file, metadata={"format": "pt"})
+    wrong = Family(file.parent, CheckpointWeights(str(file.parent), dtype="float32"))
+    with pytest.raises(CheckpointError, match="`weight_shape` says"):
+        wrong.engine()
 
 
 @pytest.mark.parametrize("packed", [True, False])

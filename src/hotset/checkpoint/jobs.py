@@ -98,13 +98,16 @@ class Job:
 
     @property
     def files(self) -> set[Path]:
-        """Of its sources."""
+        """Of its sources, and of an order of rows."""
+        entries = [piece.entry for piece in self.pieces]
+        if self.row_order is not None:
+            entries.append(self.row_order)
         found: set[Path] = set()
-        for piece in self.pieces:
-            if isinstance(piece.entry, PackedEntry):
-                found.update(part.file for part in piece.entry.parts.values())
+        for entry in entries:
+            if isinstance(entry, PackedEntry):
+                found.update(part.file for part in entry.parts.values())
             else:
-                found.add(piece.entry.file)
+                found.add(entry.file)
         return found
 
 

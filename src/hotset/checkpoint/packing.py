@@ -89,6 +89,7 @@ class _Alike:
         return (
             entry.format == self._format
             and is_moved == self._is_moved
+            and list(entry.parts) == list(self.places)
             and all(
                 one.dtype == other.dtype and one.shape == other.shape
                 for one, other in zip(entry.parts.values(), self._parts, strict=True)

@@ -103,9 +103,10 @@ def serving(folder: Path) -> Iterator[InVllm]:
     command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", str(CONTEXT_TOKENS), "--max-num-seqs", "16"]
     command += ["--additional-config", json.dumps({"hotset": {"vram": "200KiB", "poison": True}})]
+    command += ["--worker-extension-cls", "hotset.integrations.vllm.worker.HotsetWorker"]
     command += ["--logits-processors", "scripted_logits:Script"]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environ = {"SCRIPTED_LOGITS": str(script), "PYTHONPATH": path}
+    environ = {"SCRIPTED_LOGITS": str(script), "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1"}
     with listening(command, port=port, log=folder / "log", environ=environ) as url:
         yield InVllm(url, text, script)

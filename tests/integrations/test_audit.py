@@ -12,18 +12,18 @@ from hotset.core.geometry import ExpertSpec, MoELayer
 from hotset.integrations.vllm.audit import audit_files
 from hotset.integrations.vllm.config import PluginConfig
 from hotset.integrations.vllm.model import ModelExperts
-from hotset.runtime.weights import CheckpointWeights
+from hotset.runtime.weights import CheckpointFiles
 
 Whole = dict[tuple[int, int], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def checkpoint() -> CheckpointWeights:
-    return CheckpointWeights("pocket", dtype="float32")
+def checkpoint() -> CheckpointFiles:
+    return CheckpointFiles("pocket", dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def whole(checkpoint: CheckpointWeights) -> Whole:
+def whole(checkpoint: CheckpointFiles) -> Whole:
     """Every expert's tensors, (layer, expert) -> field -> tensor, as hotset's loader reads them."""
     records = {
         (index, expert): {
@@ -42,7 +42,7 @@ def whole(checkpoint: CheckpointWeights) -> Whole:
 
 
 def rank_of(
-    checkpoint: CheckpointWeights, whole: Whole, *, rank: int, num_ranks: int
+    checkpoint: CheckpointFiles, whole: Whole, *, rank: int, num_ranks: int
 ) -> ModelExperts:
     """What a rank's process holds when vLLM has loaded it."""
     model = ModelExperts(PluginConfig(vram_bytes=0), torch.device("cpu"))
@@ -70,7 +70,7 @@ def rank_of(
 
 @pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (0, 2), (1, 2)])
 def test_every_record_is_compared(
-    checkpoint: CheckpointWeights, whole: Whole, rank: int, num_ranks: int
+    checkpoint: CheckpointFiles, whole: Whole, rank: int, num_ranks: int
 ) -> None:
     model = rank_of(checkpoint, whole, rank=rank, num_ranks=num_ranks)
     ranks = {"rank": rank, "num_ranks": num_ranks}
@@ -80,12 +80,12 @@ def test_every_record_is_compared(
     assert "expert 3" in said and "differs from the checkpoint" in said
 
 
-def test_another_rank_differs(checkpoint: CheckpointWeights, whole: Whole) -> None:
+def test_another_rank_differs(checkpoint: CheckpointFiles, whole: Whole) -> None:
     model = rank_of(checkpoint, whole, rank=0, num_ranks=2)
     assert any(audit_files(model, checkpoint, rank=1, num_ranks=2))
 
 
-def test_another_model_differs(checkpoint: CheckpointWeights, whole: Whole) -> None:
+def test_another_model_differs(checkpoint: CheckpointFiles, whole: Whole) -> None:
     model = rank_of(checkpoint, whole, rank=0, num_ranks=1)
     model.layers[0] = replace(model.layers[0], num_experts=model.layers[0].num_experts + 1)
     (said,) = audit_files(model, checkpoint)

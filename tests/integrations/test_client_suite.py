@@ -101,7 +101,7 @@ def same_cases(test: Any) -> pytest.MarkDecorator:
 
 def check_refused(server: InVllm, **changes: Any) -> None:
     """A request that is right but for these fields has a status of 400, and nothing runs."""
-    status, body = wrong.post(server, "/v1/chat/completions", {**wrong.CHAT, **changes})  # type: ignore[arg-type]
+    status, body = wrong.post(server, "/v1/chat/completions", {**wrong.CHAT, **changes})
     assert status == 400, body
     assert body["error"]["message"] and "Traceback" not in str(body)
     assert server.is_idle
@@ -147,3 +147,16 @@ def test_errors_have_the_clients_types(server: InVllm) -> None:
     with pytest.raises(openai.BadRequestError, match="4096"):
         chat.create(model=NAME, messages=long)
     assert chat.create(model="alias", messages=HELLO).choices[0].message.content == "Hello"
+
+
+def test_a_running_server_is_verified(server: InVllm) -> None:
+    """As the guide says to ask for it; and its experts have run."""
+    server.openai().chat.completions.create(model=NAME, messages=HELLO)
+
+    def ask(method: str) -> Any:
+        answer = httpx2.post(f"{server.url}/collective_rpc", json={"method": method}, timeout=60)
+        return answer.json()["results"]
+
+    assert ask("hotset_verify") == [[]]
+    (traffic,) = ask("hotset_traffic")
+    assert traffic["hits"] > 0 and traffic["fills"] > 0

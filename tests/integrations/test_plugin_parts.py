@@ -6,13 +6,17 @@ import json
 import sys
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hotset.core.config import EngineConfig
 from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, ModelGeometry, MoELayer
+from hotset.core.profile import NUM_REUSE_BUCKETS, Profile
 from hotset.integrations.vllm.command import Listening, command_line
 from hotset.integrations.vllm.config import PluginConfig
 from hotset.integrations.vllm.sizes import sizes_within
@@ -111,6 +115,21 @@ def test_the_command_line_has_the_numbers_of_the_plan() -> None:
     assert "--no-enable-prefix-caching" in line and "--enforce-eager" not in line
     assert "--kv-cache-dtype" not in line
     assert dict(pairwise(line_of(kv_dtype="fp8")))["--kv-cache-dtype"] == "fp8"
+
+
+def test_a_profile_is_handed_on(tmp_path: Path) -> None:
+    layers = pocket_geometry().layers
+    num_experts = tuple(layer.num_experts for layer in layers)
+    fingerprint = ModelFingerprint(
+        architecture="", num_experts=num_experts, top_k=tuple(layer.top_k for layer in layers)
+    )
+    counts_LE = np.ones((len(layers), max(num_experts)), dtype=np.int64)
+    reuse_LB = np.zeros((len(layers), NUM_REUSE_BUCKETS), dtype=np.int64)
+    profile = Profile(fingerprint, counts_LE, reuse_LB, num_tokens=9, num_sequences=1)
+    profile.save(tmp_path / "mine.npz")
+    line = line_of(profile=str(tmp_path / "mine.npz"))
+    hotset = json.loads(dict(pairwise(line))["--additional-config"])["hotset"]
+    assert hotset["profile"] == str(tmp_path / "mine.npz")
 
 
 def test_no_graphs_is_eager() -> None:

@@ -48,8 +48,8 @@ class WeightSource(Protocol):
         """Writes every record into the store's arena."""
 
 
-class CheckpointWeights:
-    """A checkpoint in a folder, checked from its headers before anything is read.
+class CheckpointFiles:
+    """A checkpoint in a folder, checked from its headers; it may have no tokenizer.
 
     Args:
         model: hub id, local folder or `pocket`.
@@ -66,11 +66,18 @@ class CheckpointWeights:
         self.meta = build_meta(self.config, dtype)
         self.keys = read_keys(self.folder, self.meta)
         self._geometry = geometry_of(self.meta, self.keys)
-        self._text = Text(self.folder, self.config)
 
     @property
     def geometry(self) -> ModelGeometry:
         return self._geometry
+
+
+class CheckpointWeights(CheckpointFiles):
+    """A checkpoint that an engine is loaded from: `CheckpointFiles`, and the text side."""
+
+    def __init__(self, model: str, *, dtype: str | None = None, revision: str | None = None):
+        super().__init__(model, dtype=dtype, revision=revision)
+        self._text = Text(self.folder, self.config)
 
     @property
     def text(self) -> Text:

@@ -12,11 +12,11 @@ import torch
 
 from hotset.checkpoint.audit import audit_records
 from hotset.integrations.vllm.model import ModelExperts
-from hotset.runtime.weights import CheckpointWeights
+from hotset.runtime.weights import CheckpointFiles
 
 
 def audit_files(
-    model: ModelExperts, checkpoint: CheckpointWeights, *, rank: int = 0, num_ranks: int = 1
+    model: ModelExperts, checkpoint: CheckpointFiles, *, rank: int = 0, num_ranks: int = 1
 ) -> Iterator[str]:
     """One sentence for every field of a record that differs from the files.
 

@@ -15,14 +15,14 @@ from hotset.core.errors import CheckpointError
 from hotset.integrations.vllm.audit import audit_files
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.verify import verify_experts
-from hotset.runtime.weights import CheckpointWeights
+from hotset.runtime.weights import CheckpointFiles
 
 
 def all_that_is_wrong(model: ModelExperts, vllm_config: VllmConfig) -> list[str]:
     """One sentence for everything; see `verify_experts` and `audit_files`. No step may run."""
     named = vllm_config.model_config
     dtype = model.layers[0].expert.dtype
-    checkpoint = CheckpointWeights(named.model, dtype=dtype, revision=named.revision)
+    checkpoint = CheckpointFiles(named.model, dtype=dtype, revision=named.revision)
     rank, num_ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     records = audit_files(model, checkpoint, rank=rank, num_ranks=num_ranks)
     return [*verify_experts(model), *records]

@@ -48,12 +48,12 @@ def double_a_sum_of_few(engine: Engine) -> None:
 
 def double_a_sum_of_many(engine: Engine) -> None:
     """What long prompts run."""
-    right = engine.kernels.accumulate
+    right = engine.kernels.add_experts
 
-    def wrong(y_TKH: Any, *args: Any, **kwargs: Any) -> None:
-        right(2 * y_TKH, *args, **kwargs)
+    def wrong(x_TH: Any, weights_TK: Any, *args: Any, **kwargs: Any) -> None:
+        right(x_TH, 2 * weights_TK, *args, **kwargs)
 
-    double(engine, "accumulate", wrong)
+    double(engine, "add_experts", wrong)
 
 
 def verify(run: Any, model: object, *flags: str) -> tuple[int, dict[str, Any]]:

@@ -27,12 +27,15 @@ from hotset.kernels import (
     match,
     moe_decode,
     moe_grouped,
+    moe_prompt,
     products,
     sample,
     sample_adjust,
     sample_report,
 )
+from hotset.kernels.launch import token_block
 from hotset.kernels.match_reference import LayerMatch
+from hotset.kernels.ranges import group_ranges
 from hotset.kernels.sample_adjust_reference import Adjustments
 from hotset.kernels.sample_reference import Adjusted, SampleParams
 
@@ -114,6 +117,19 @@ def experts_of(spec: ExpertSpec, num_tokens: int, *, fill: bool) -> None:
     fill_E = address_E if fill else None
     if num_tokens == 1:
         moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
+    elif num_tokens > 64 and not fill:
+        ranges = group_ranges(
+            ids_TK, 128, block_tokens=token_block(num_tokens, 8, 128), most_rows=4096
+        )
+        moe_prompt.expert_rows(
+            x_TH,
+            address_E,
+            spec,
+            ranges=ranges,
+            window=(0, 128, 0, ranges.most_blocks),
+            h_RI=x_TH.new_empty(ranges.most_rows, spec.intermediate),
+            y_RH=torch.empty(ranges.most_rows, spec.hidden),
+        )
     else:
         blocks = grouping.group_tokens(ids_TK, 128)
         moe_grouped.grouped(x_TH, ids_TK, address_E, spec, grouping=blocks, fill_E=fill_E)
@@ -173,8 +189,9 @@ def main(capability: int) -> None:
     case("group", grouping.group_in_one_program, ids_TK, 128, 16)
     y_TKH = torch.empty(4, 8, 2048)
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
-    sums = {"first": 16, "stop": 80, "out_TH": torch.empty(4, 2048)}
-    case("accumulate", combine.accumulate, y_TKH, ids_TK[:4], torch.empty(4, 8), **sums)
+    ranges = group_ranges(ids_TK[:4], 128, block_tokens=64, most_rows=256)
+    sums = {"ranges": ranges, "window": (16, 80, 0, 4), "out_TH": torch.empty(4, 2048)}
+    case("accumulate", moe_prompt.accumulate, y_TKH[0], torch.empty(4, 8), **sums)
     few, many = layer_match(128, 8), layer_match(1024, 127)
     case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, matched=few)
     case("match", match.match, ids_TK[:1], few)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from hotset.kernels import reference
 from hotset.kernels.dispatch import Kernels, ReferenceKernels, TritonKernels
+from hotset.kernels.moe_prompt import accumulate
+from hotset.kernels.ranges import group_ranges
 from kernels.support import DEVICE, EPS32
 
 BOTH = pytest.mark.parametrize(
@@ -86,38 +91,52 @@ def sorted_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     return ids_TK.sort(dim=1).values.to(DEVICE)
 
 
-def added_up(
-    kernels: Kernels, edges: list[int], y_TKH: torch.Tensor, weights_TK: torch.Tensor
-) -> torch.Tensor:
+def reference_sum(edges: list[int], y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """The sum over ranges of experts that end at `edges`; other rows of `y` are NaN meanwhile."""
     ids_TK = sorted_ids(*weights_TK.shape, edges[-1])
     out_TH = torch.zeros(len(y_TKH), y_TKH.shape[2], device=DEVICE)
     for first, stop in zip([0, *edges[:-1]], edges, strict=True):
         inside = ((ids_TK >= first) & (ids_TK < stop))[..., None]
-        kernels.accumulate(
-            torch.where(inside, y_TKH, torch.nan),
-            ids_TK,
-            weights_TK,
-            first=first,
-            stop=stop,
-            out_TH=out_TH,
-        )
+        y = torch.where(inside, y_TKH, torch.nan)
+        reference.accumulate(y, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
     return out_TH
 
 
-@BOTH
+def triton_sum(
+    edges: list[int], y_TKH: torch.Tensor, weights_TK: torch.Tensor, *, most_rows: int = 8
+) -> torch.Tensor:
+    """The same, in windows of blocks of 4 pairs: rows of `y` lie by place, others are NaN."""
+    ids_TK = sorted_ids(*weights_TK.shape, edges[-1])
+    ranges = group_ranges(ids_TK, edges[-1], block_tokens=4, most_rows=most_rows)
+    order_N = ranges.grouping.order_N.long()
+    starts, first_block = ranges.grouping.block_start_B.tolist(), ranges.first_block.tolist()
+    bounds, y_NH = ranges.grouping.bounds.tolist(), y_TKH.flatten(0, 1)[order_N]
+    out_TH = torch.zeros(len(y_TKH), y_TKH.shape[2], device=DEVICE)
+    for first, stop in zip([0, *edges[:-1]], edges, strict=True):
+        for skip, size in ranges.windows(None):
+            begin, end = first_block[first] + skip, first_block[stop]
+            y_RH = torch.full((ranges.most_rows, y_NH.shape[1]), torch.nan, device=DEVICE)
+            if begin < end:
+                last = bounds[stop] if begin + size >= end else starts[begin + size]
+                y_RH[: last - starts[begin]] = y_NH[starts[begin] : last]
+            window = (first, stop, skip, size)
+            accumulate(y_RH, weights_TK, ranges=ranges, window=window, out_TH=out_TH)
+    return out_TH
+
+
+@pytest.mark.parametrize("added_up", [reference_sum, triton_sum])
 @pytest.mark.parametrize(("num_tokens", "top_k", "hidden"), [(7, 8, 517), (13, 3, 37), (2, 1, 1)])
 def test_ranges_of_experts_are_no_part_of_a_sum(
-    kernels: Kernels, num_tokens: int, top_k: int, hidden: int
+    added_up: Callable[..., torch.Tensor], num_tokens: int, top_k: int, hidden: int
 ) -> None:
     y_TKH, weights_TK = make(num_tokens, top_k, hidden)
-    whole = added_up(kernels, [16], y_TKH, weights_TK)
-    for edges in ([1, 16], [5, 6, 11, 16], list(range(1, 17))):
-        assert torch.equal(added_up(kernels, edges, y_TKH, weights_TK), whole)
+    whole = added_up([16], y_TKH, weights_TK)
+    for edges in ([1, 16], [5, 6, 11, 16]):
+        assert torch.equal(added_up(edges, y_TKH, weights_TK), whole)
     assert excess(whole[1:], y_TKH[1:], weights_TK[1:], torch.float32) <= 1
     assert not whole[0].any(), "padding"
     if top_k > 1:  # the controls: another order rounds otherwise, a missed range is far off
-        turned = added_up(kernels, [16], y_TKH.flip(1).contiguous(), weights_TK.flip(1))
+        turned = added_up([16], y_TKH.flip(1).contiguous(), weights_TK.flip(1))
         assert not torch.equal(turned, whole)
         assert excess(turned[1:], y_TKH[1:], weights_TK[1:], torch.float32) <= 1
-        assert not torch.equal(added_up(kernels, [0, 16], y_TKH, weights_TK * 2), whole)
+        assert not torch.equal(added_up([0, 16], y_TKH, weights_TK * 2), whole)

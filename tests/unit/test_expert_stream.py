@@ -310,9 +310,9 @@ def test_the_control_another_order_of_groups_shows(
     sums: list[torch.Tensor] = []
 
     class Watching(ReferenceKernels):
-        def accumulate(self, *args, out_TH, **kwargs) -> None:
+        def add_experts(self, *args, out_TH, **kwargs) -> None:
             sums.append(out_TH)
-            super().accumulate(*args, out_TH=out_TH, **kwargs)
+            super().add_experts(*args, out_TH=out_TH, **kwargs)
 
     def run() -> torch.Tensor:
         chosen = runner(store, use_ring=True)

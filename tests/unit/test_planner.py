@@ -294,7 +294,7 @@ def test_the_context_that_auto_gives_may_be_written_out(machine: Machine, num_ro
 
 def test_tokens_that_wait_for_other_chunks_are_charged() -> None:
     plan = make_plan(pooled(qwen3_30b()), gpu(), PlanRequest(context_tokens=8192))
-    waiting = 2 * (3 * 2048 + 2 * 128) + 4 * 128
+    waiting = 2 * (4 * 2048 + 2 * 128) + 4 * 128
     assert plan.device["prompt"] == 8192 * (waiting + 6 * 2048 + 8 * 96)
     assert "prompt" not in [
         line.name for line in make_plan(qwen3_30b(), gpu(), PlanRequest()).device.lines

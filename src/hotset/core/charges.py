@@ -185,13 +185,14 @@ def _reference_bytes(layer: MoELayer) -> tuple[int, int]:
 def prompt_workspace(geometry: ModelGeometry) -> Workspace:
     """What the chunks of a prompt hold while they wait for each other at a layer's experts.
 
-    Per token: the residual stream, the experts' input and a shared expert's output [3H], the
-    router's logits [E] in float32, rotary tables [2D], and what the experts keep.
+    Per token: the residual stream, the experts' input, the same beside that of the other chunks,
+    and a shared expert's output [4H], the router's logits [E] in float32, rotary tables [2D], and
+    what the experts keep.
     """
     size = DTYPE_BYTES[geometry.dtype]
     num_experts = max(layer.num_experts for layer in geometry.layers)
     widest = max(layer.key_dim for layer in geometry.attention)
-    waiting = size * (3 * geometry.hidden + 2 * widest) + 4 * num_experts
+    waiting = size * (4 * geometry.hidden + 2 * widest) + 4 * num_experts
     return Workspace(
         "prompt",
         "tokens of the longest prompt that wait for its other chunks between layers",

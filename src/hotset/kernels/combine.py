@@ -1,8 +1,7 @@
 """Routed outputs to layer output: out_t = round(sum over k of weights[t, k] * y[t, k]).
 
-The sum runs in FP32 in ascending k, at once or a range of experts at a time (`accumulate`). Knows
-nothing of experts, but carries out a layer's `retarget` in a program of its own: this launch is
-behind the kernels that fill slots, and runs anyway.
+The sum runs in FP32 in ascending k. Knows nothing of experts, but carries out a layer's `retarget`
+in a program of its own: this launch is behind the kernels that fill slots, and runs anyway.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -83,64 +82,6 @@ def _combine_and_retarget_kernel(
         retarget(
             address_W, host_address_W, fill_E, evict_V, num_experts, NUM_VICTIMS, BLOCK_E, BLOCK_V
         )
-
-
-# A range is data: a program of its own for some of its values might round another way.
-@triton.jit(do_not_specialize=["first", "stop"])
-def _accumulate_kernel(
-    y_TKH,
-    ids_TK,
-    weights_TK,
-    out_TH,
-    first,
-    stop,
-    HIDDEN: tl.constexpr,
-    TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    choice = tl.arange(0, CHOICES)
-    ids = tl.load(ids_TK + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
-    if tl.sum(((ids >= first) & (ids < stop)).to(tl.int32)) == 0:
-        return
-    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    inside = h < HIDDEN
-    out = out_TH + token * HIDDEN + h
-    acc = tl.load(out, mask=inside, other=0.0)
-    for k in range(TOP_K):
-        expert = tl.load(ids_TK + token * TOP_K + k)
-        if (expert >= first) & (expert < stop):
-            weight = tl.load(weights_TK + token * TOP_K + k).to(tl.float32)
-            y = tl.load(y_TKH + (token * TOP_K + k) * HIDDEN + h, mask=inside, other=0.0)
-            acc += weight * y
-    tl.store(out, acc, mask=inside)
-
-
-def accumulate(
-    y_TKH: torch.Tensor,
-    ids_TK: torch.Tensor,
-    weights_TK: torch.Tensor,
-    *,
-    first: int,
-    stop: int,
-    out_TH: torch.Tensor,
-) -> None:
-    """Adds the outputs of a range of experts to `out_TH`; see `dispatch.Kernels.accumulate`."""
-    num_tokens, top_k, hidden = y_TKH.shape
-    _accumulate_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK_H))](
-        y_TKH,
-        ids_TK,
-        weights_TK,
-        out_TH,
-        first,
-        stop,
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k),
-        BLOCK_H=_BLOCK_H,
-        num_warps=4,
-    )
 
 
 def combine(

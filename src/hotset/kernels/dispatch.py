@@ -6,6 +6,7 @@ where a record lies: output bits depend on model, dtype, device, software and to
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from hotset.core.geometry import ExpertSpec
 from hotset.kernels import match_reference, reference
 from hotset.kernels.grouping import Grouping, group_tokens
 from hotset.kernels.match_reference import LayerMatch
+from hotset.kernels.ranges import Ranges
 
 CHOICES = ("reference", "triton")
 
@@ -111,25 +113,38 @@ class Kernels(Protocol):
                 slots, victims to the host. Must come behind the `expert_outputs` that filled.
         """
 
-    def accumulate(
+    @property
+    def joins_blocks(self) -> bool:
+        """Whether a token's bits are its own, whichever tokens and however many run with it."""
+
+    def add_experts(
         self,
-        y_TKH: torch.Tensor,
-        ids_TK: torch.Tensor,
+        x_TH: torch.Tensor,
         weights_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
         *,
+        ranges: Ranges,
         first: int,
         stop: int,
         out_TH: torch.Tensor,
+        num_blocks: int | None = None,
+        post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        """Adds weights[t, k] * y[t, k] to out_t for the k whose expert is in [first, stop).
+        """Runs experts first .. stop - 1 on a prompt's tokens and adds weights[t, k] * y[t, k].
 
-        In ascending k, each term rounded into the FP32 sum as it is added. With each row's ids in
-        ascending order and ranges that follow each other, a row's sum has the same bits however
-        the experts are cut into ranges. Rows of other experts are not read.
+        In ascending k, each term rounded into the FP32 sum as it is added. As each row's ids
+        ascend, with ranges that follow each other a row's sum has the same bits however the
+        experts are cut into ranges.
 
         Args:
-            ids_TK: [T, K] integers.
-            out_TH: FP32 [T, H].
+            x_TH, address_E, spec: as for `expert_outputs`; every expert of the range that has
+                tokens has an address.
+            weights_TK: routing weights, contiguous, in the order of `ranges.ids_TK`.
+            ranges: of the routed ids.
+            out_TH: FP32 [T, H], added to.
+            num_blocks: of the range, where the host knows it; saves launches that run nothing.
+            post_norm: applied to each output, rounded to the model's dtype, before it is weighted.
         """
 
 
@@ -137,6 +152,7 @@ class ReferenceKernels:
     """Plain torch; on a CPU this is what the engine runs."""
 
     name = "reference"
+    joins_blocks = False  # the host library's products round by the number of rows
 
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
@@ -181,23 +197,39 @@ class ReferenceKernels:
             match_reference.retarget(matched)
         return out_TH
 
-    def accumulate(
+    def add_experts(
         self,
-        y_TKH: torch.Tensor,
-        ids_TK: torch.Tensor,
+        x_TH: torch.Tensor,
         weights_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
         *,
+        ranges: Ranges,
         first: int,
         stop: int,
         out_TH: torch.Tensor,
+        num_blocks: int | None = None,
+        post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        reference.accumulate(y_TKH, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
+        check_inputs(x_TH, ranges.ids_TK, address_E, spec, None)
+        reference.add_experts(
+            x_TH,
+            weights_TK,
+            address_E,
+            spec,
+            ids_TK=ranges.ids_TK,
+            first=first,
+            stop=stop,
+            out_TH=out_TH,
+            post_norm=post_norm,
+        )
 
 
 class TritonKernels:
     """Triton; never waits for the device, so a step can be captured in a CUDA graph."""
 
     name = "triton"
+    joins_blocks = True
 
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
@@ -264,21 +296,38 @@ class TritonKernels:
         assert y_TKH.is_contiguous() and y_TKH.dtype == torch.float32
         return combine(y_TKH, weights_TK.contiguous(), dtype, matched=matched)
 
-    def accumulate(
+    def add_experts(
         self,
-        y_TKH: torch.Tensor,
-        ids_TK: torch.Tensor,
+        x_TH: torch.Tensor,
         weights_TK: torch.Tensor,
+        address_E: torch.Tensor,
+        spec: ExpertSpec,
         *,
+        ranges: Ranges,
         first: int,
         stop: int,
         out_TH: torch.Tensor,
+        num_blocks: int | None = None,
+        post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        from hotset.kernels.combine import accumulate
+        from hotset.kernels.moe_prompt import add_experts
 
-        assert y_TKH.is_contiguous() and y_TKH.dtype == out_TH.dtype == torch.float32
-        assert ids_TK.is_contiguous() and out_TH.is_contiguous()
-        accumulate(y_TKH, ids_TK, weights_TK.contiguous(), first=first, stop=stop, out_TH=out_TH)
+        check_inputs(x_TH, ranges.ids_TK, address_E, spec, None)
+        assert weights_TK.is_contiguous() and weights_TK.shape == ranges.ids_TK.shape
+        assert out_TH.shape == x_TH.shape and out_TH.dtype == torch.float32
+        assert out_TH.is_contiguous()
+        add_experts(
+            x_TH,
+            weights_TK,
+            address_E,
+            spec,
+            ranges=ranges,
+            first=first,
+            stop=stop,
+            out_TH=out_TH,
+            num_blocks=num_blocks,
+            post_norm=post_norm,
+        )
 
 
 def check_inputs(

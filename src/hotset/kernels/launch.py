@@ -151,6 +151,17 @@ def grouped_tile(
     return replace(tile, stages=max(1, stages))
 
 
+def resident_programs(tile: Tile, element_bytes: int, block_tokens: int, shared_bytes: int) -> int:
+    """Programs of a grouped kernel that a processor runs at a time, as far as shared memory and
+    registers (for 8 warps that use all they may) go; at least 1.
+
+    Args:
+        shared_bytes: shared memory of a processor.
+    """
+    step_bytes = (block_tokens + tile.rows) * tile.cols * element_bytes
+    return max(1, min(shared_bytes // (tile.stages * step_bytes), 8 // tile.warps))
+
+
 @cache
 def shared_memory_bytes(device: torch.device) -> int:
     """Shared memory that one block of `device` may use (the interpreter has no limit)."""

@@ -2,11 +2,11 @@
 
     u = W_up x (+ up_bias); h = round(gate(u)); y = W_down h (+ down_bias), sums in FP32
 
-One source for batches of decode and for prompts: a block holds 16 to 128 pairs of one expert, so
-a small batch reads each record tile once and a prompt runs as a tiled GEMM. The dot form serves
-small batches too: a tensor core takes 16 tokens in the time of one, while accumulators of an FMA
-form grow with the tokens. Knows addresses, not where they lead; an address of 0 is skipped, so
-a ring of staging buffers calls this once for each group of experts, into one `out`.
+A block holds 16 to 128 pairs of one expert, so a small batch reads each record tile once. The dot
+form serves small batches too: a tensor core takes 16 tokens in the time of one, while accumulators
+of an FMA form grow with the tokens. Prompts run the same products in another frame (`moe_prompt`).
+Knows addresses, not where they lead; an address of 0 is skipped, so a ring of staging buffers
+calls this once for each group of experts, into one `out`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -38,13 +38,12 @@ from hotset.kernels.packed import Matrix, input_columns, packed_tile
 
 
 @triton.jit
-def _block_and_tile(num_blocks, NUM_TILES: tl.constexpr, GROUP: tl.constexpr):
-    """(token block, row tile) of this program.
+def block_and_tile(program, num_blocks, NUM_TILES: tl.constexpr, GROUP: tl.constexpr):
+    """(token block, row tile) of a program.
 
     Programs run through `GROUP` token blocks before they go on to the next row tile, so that
     the blocks of one expert find its weights in L2; with GROUP = 1 row tiles come first.
     """
-    program = tl.program_id(0)
     group = program // (GROUP * NUM_TILES)
     first = group * GROUP
     size = tl.minimum(num_blocks - first, GROUP)
@@ -53,7 +52,7 @@ def _block_and_tile(num_blocks, NUM_TILES: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _pairs(order_N, bounds, start, expert, TOKENS: tl.constexpr):
+def block_pairs(order_N, bounds, start, expert, TOKENS: tl.constexpr):
     """(places, pairs, which exist) of the block that begins at place `start` of `order_N`."""
     place = start + tl.arange(0, TOKENS)
     live = place < tl.load(bounds + expert + 1)
@@ -71,7 +70,7 @@ def _fill_address(fill_E, bounds, start, expert, FILL: tl.constexpr):
 
 
 @triton.jit
-def _products(
+def block_products(
     vectors,
     record,
     fill,
@@ -168,7 +167,8 @@ def _up_kernel(
     dtype: tl.constexpr = x_TH.dtype.element_ty
     units: tl.constexpr = ROWS // 2 if GATED else ROWS
     whole: tl.constexpr = INTER % units == 0
-    block, tile = _block_and_tile(num_blocks, (INTER + units - 1) // units, GROUP)
+    tiles: tl.constexpr = (INTER + units - 1) // units
+    block, tile = block_and_tile(tl.program_id(0), num_blocks, tiles, GROUP)
     expert = tl.load(block_expert + block)
     if (expert < 0) | (expert >= num_experts):
         return
@@ -176,12 +176,14 @@ def _up_kernel(
     if record == 0:
         return
     start = tl.load(block_start + block)
-    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    place, pair, live = block_pairs(order_N, bounds, start, expert, TOKENS)
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
     rows, inside = up_rows(tile * units, INTER, ROWS, GATED)
     x_T = x_TH + (pair // TOP_K).to(tl.int64) * HIDDEN
-    u = _products(x_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET)
+    u = block_products(
+        x_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+    )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     g = u
@@ -220,13 +222,14 @@ def _down_kernel(
 ):
     dtype: tl.constexpr = h_NI.dtype.element_ty
     whole: tl.constexpr = HIDDEN % ROWS == 0
-    block, tile = _block_and_tile(num_blocks, (HIDDEN + ROWS - 1) // ROWS, GROUP)
+    tiles: tl.constexpr = (HIDDEN + ROWS - 1) // ROWS
+    block, tile = block_and_tile(tl.program_id(0), num_blocks, tiles, GROUP)
     expert = tl.load(block_expert + block)
     if expert < 0:
         return
     record = tl.load(address_E + expert, mask=expert < num_experts, other=0)
     start = tl.load(block_start + block)
-    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    place, pair, live = block_pairs(order_N, bounds, start, expert, TOKENS)
     rows = tile * ROWS + tl.arange(0, ROWS)
     inside = rows < HIDDEN
     if record == 0:
@@ -236,12 +239,14 @@ def _down_kernel(
     fill = _fill_address(fill_E, bounds, start, expert, FILL)
 
     h_T = h_NI + tl.where(live, place, start).to(tl.int64) * INTER
-    y = _products(h_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET)
+    y = block_products(
+        h_T, record, fill, rows, inside, M, TOKENS, ROWS, COLS, whole, FILL, INTERPRET
+    )
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)[None, :]
     # Read again: kept from above, they and the pointers would hold registers all through the
     # product (a 128 x 256 tile spilled 240 bytes on sm_90).
-    place, pair, live = _pairs(order_N, bounds, start, expert, TOKENS)
+    place, pair, live = block_pairs(order_N, bounds, start, expert, TOKENS)
     _store_rows(y_NH, y, pair, live, rows, HIDDEN)
 
 
@@ -264,7 +269,7 @@ def grouped(
     h_NI = x_TH.new_empty(num_tokens * top_k, inter)
     up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
     fills = fill_E is not None
-    up, down = (_tile(m, x_TH, grouping, fill=fills) for m in (up_matrix, down_matrix))
+    up, down = (matrix_tile(m, x_TH, grouping, fill=fills) for m in (up_matrix, down_matrix))
     units = up.rows // 2 if spec.gate.has_gate else up.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     blocks = (
@@ -275,7 +280,7 @@ def grouped(
         address_E,
         address_E if fill_E is None else fill_E,
     )
-    shared = _shared_constants(spec, grouping, fill=fills)
+    shared = shared_constants(spec, grouping, fill=fills)
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
         *blocks,
@@ -286,7 +291,7 @@ def grouped(
         M=up_matrix,
         BIAS=offset.get("up_bias", 0),
         **shared,
-        **_launch_shape(up),
+        **launch_shape(up),
         **gate_constants(spec.gate),
     )
     _down_kernel[(grouping.num_blocks * triton.cdiv(hidden, down.rows),)](
@@ -299,12 +304,12 @@ def grouped(
         BIAS=offset.get("down_bias", 0),
         ZERO_ABSENT=out is None,
         **shared,
-        **_launch_shape(down),
+        **launch_shape(down),
     )
     return y_TKH
 
 
-def _tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool) -> Tile:
+def matrix_tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool) -> Tile:
     return grouped_tile(
         x_TH.element_size(),
         grouping.block_tokens,
@@ -315,7 +320,7 @@ def _tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool)
     )
 
 
-def _shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> dict[str, Any]:
+def shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> dict[str, Any]:
     """What both kernels are compiled for, whatever their tiles."""
     return {
         "HIDDEN": spec.hidden,
@@ -327,7 +332,7 @@ def _shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> di
     }
 
 
-def _launch_shape(tile: Tile) -> dict[str, Any]:
+def launch_shape(tile: Tile) -> dict[str, Any]:
     return {
         "ROWS": tile.rows,
         "COLS": tile.cols,

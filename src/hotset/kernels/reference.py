@@ -146,6 +146,28 @@ def combine(y_TKH: torch.Tensor, weights_TK: torch.Tensor, dtype: torch.dtype) -
     return out_TH.to(dtype)
 
 
+def add_experts(
+    x_TH: torch.Tensor,
+    weights_TK: torch.Tensor,
+    address_E: torch.Tensor,
+    spec: ExpertSpec,
+    *,
+    ids_TK: torch.Tensor,
+    first: int,
+    stop: int,
+    out_TH: torch.Tensor,
+    post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> None:
+    """Adds a range of experts to `out_TH`; see `dispatch.Kernels.add_experts`."""
+    inside_E = torch.zeros_like(address_E)
+    inside_E[first:stop] = address_E[first:stop]
+    y_TKH = x_TH.new_empty(*ids_TK.shape, spec.hidden, dtype=torch.float32)
+    expert_outputs(x_TH, ids_TK, inside_E, spec, out=y_TKH)
+    if post_norm is not None:
+        y_TKH = post_norm(y_TKH.to(x_TH.dtype)).float()
+    accumulate(y_TKH, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
+
+
 def accumulate(
     y_TKH: torch.Tensor,
     ids_TK: torch.Tensor,
@@ -155,7 +177,7 @@ def accumulate(
     stop: int,
     out_TH: torch.Tensor,
 ) -> None:
-    """Adds the outputs of experts `first` .. `stop` - 1 to `out_TH`; see `dispatch.Kernels`."""
+    """Adds the outputs of experts `first` .. `stop` - 1 to `out_TH`, in ascending k."""
     weights_TK = weights_TK.float()
     wanted_TK = (ids_TK >= first) & (ids_TK < stop)
     for k in range(ids_TK.shape[1]):

@@ -1,4 +1,4 @@
-"""The weighted sum of experts' outputs for one block of tokens, a range of experts at a time.
+"""The weighted sum of experts' outputs for a block of tokens, a range of experts at a time.
 
 Two forms, chosen by the number of tokens: few keep every output and sum at the end in the order of
 their choices; many add up range by range, in ascending expert id. Either way the bits do not
@@ -7,14 +7,16 @@ depend on the ranges, and where a record is read is the caller's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from hotset.core.geometry import ExpertSpec
+from hotset.core.slot_pools import IntArray
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.match_reference import LayerMatch
+from hotset.kernels.ranges import group_ranges
 from hotset.runtime.blocks import Block
 
 PostNorm = Callable[[torch.Tensor], torch.Tensor]
@@ -32,7 +34,11 @@ class Adds(Protocol):
 
 
 class BlockSum(Adds, Protocol):
-    """A block of tokens on its way through a layer."""
+    """A block of tokens, or several as one, on its way through a layer."""
+
+    @property
+    def spec(self) -> ExpertSpec:
+        """Of the records that it is given addresses of."""
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +47,9 @@ class BlockSum(Adds, Protocol):
     @property
     def kernel_tokens(self) -> int:
         """Tokens of an expert for which the kernels read its record once."""
+
+    def learn(self, counts_E: IntArray) -> None:
+        """Tells it how many tokens each expert has, [E]; no bit depends on it."""
 
     def total(self) -> torch.Tensor:
         """The block's output, [T, H] in the dtype of its input, once all ranges were added."""
@@ -68,7 +77,7 @@ class FewTokens:
         post_norm: PostNorm | None,
         behind_match: bool = False,
     ) -> None:
-        self._kernels, self._spec, self._block = kernels, spec, block
+        self._kernels, self.spec, self._block = kernels, spec, block
         self._fill_E, self._post_norm = fill_E, post_norm
         self._behind_match = behind_match
         # One token needs no grouping, its kernel takes the ids as they are.
@@ -82,7 +91,7 @@ class FewTokens:
             self._block.x_TH,
             self._block.ids_TK,
             address_E,
-            self._spec,
+            self.spec,
             grouping=self.grouping,
             out=self._y_TKH,
             fill_E=self._fill_E,
@@ -97,6 +106,9 @@ class FewTokens:
     def kernel_tokens(self) -> int:
         return 1 if self.grouping is None else self.grouping.block_tokens
 
+    def learn(self, counts_E: IntArray) -> None:
+        """One launch runs all its blocks, few as they are."""
+
     def total(self, *, matched: LayerMatch | None = None) -> torch.Tensor:
         x_TH, y_TKH = self._block.x_TH, self._y_TKH
         if self._post_norm is not None:
@@ -110,8 +122,10 @@ class ManyTokens:
     Args:
         kernels: of the layer.
         spec: of the records that it is given addresses of.
-        block: the tokens.
+        blocks: the tokens; several only where the kernels join them.
         num_experts: E.
+        kernel_tokens: tokens of a block of the kernels.
+        most_rows: outputs that are kept at a time, see `core.staging.block_tokens`.
         post_norm: applied to each output before it is weighted.
     """
 
@@ -119,49 +133,60 @@ class ManyTokens:
         self,
         kernels: Kernels,
         spec: ExpertSpec,
-        block: Block,
+        blocks: Sequence[Block],
         *,
         num_experts: int,
+        kernel_tokens: int,
+        most_rows: int,
         post_norm: PostNorm | None,
     ) -> None:
-        self._kernels, self._spec, self._post_norm = kernels, spec, post_norm
+        self._kernels, self.spec, self._post_norm = kernels, spec, post_norm
+        assert len(blocks) == 1 or kernels.joins_blocks
+        block = Block.joined(blocks)
+        self._x_TH = block.x_TH
         # Each token's choices by expert: then the order of its sum is the order of the ranges.
         ids_TK, place_TK = block.ids_TK.sort(dim=1, stable=True)
-        self._block = Block(block.x_TH, ids_TK, block.weights_TK.gather(1, place_TK))
-        self._grouping = kernels.group(ids_TK, num_experts)
+        self._weights_TK = block.weights_TK.gather(1, place_TK)
+        self._ranges = group_ranges(
+            ids_TK, num_experts, block_tokens=kernel_tokens, most_rows=most_rows
+        )
         self._sum_TH = torch.zeros_like(block.x_TH, dtype=torch.float32)
+        self._blocks_E: IntArray | None = None
+
+    def learn(self, counts_E: IntArray) -> None:
+        """Tells it how many tokens each expert has: ranges then run just the blocks they have."""
+        self._blocks_E = -(-counts_E // self.kernel_tokens)
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
-        block = self._block
-        y_TKH = self._kernels.expert_outputs(
-            block.x_TH,
-            block.ids_TK,
+        known = self._blocks_E
+        self._kernels.add_experts(
+            self._x_TH,
+            self._weights_TK,
             address_E,
-            self._spec,
-            grouping=self._grouping,
-            out=outputs_of(block),
-        )
-        if self._post_norm is not None:
-            y_TKH = self._post_norm(y_TKH.to(block.x_TH.dtype)).float()
-        self._kernels.accumulate(
-            y_TKH, block.ids_TK, block.weights_TK, first=first, stop=stop, out_TH=self._sum_TH
+            self.spec,
+            ranges=self._ranges,
+            first=first,
+            stop=stop,
+            out_TH=self._sum_TH,
+            num_blocks=None if known is None else int(known[first:stop].sum()),
+            post_norm=self._post_norm,
         )
 
     @property
     def num_tokens(self) -> int:
-        return self._block.num_tokens
+        return len(self._x_TH)
 
     @property
     def kernel_tokens(self) -> int:
-        return self._grouping.block_tokens
+        return self._ranges.grouping.block_tokens
 
     @property
     def used(self) -> torch.Tensor:
         """[E] bool, experts that have tokens of the block."""
-        return self._grouping.counts_E > 0
+        return self._ranges.grouping.counts_E > 0
 
     def total(self) -> torch.Tensor:
-        return self._sum_TH.to(self._block.x_TH.dtype)
+        return self._sum_TH.to(self._x_TH.dtype)
 
 
 def outputs_of(block: Block) -> torch.Tensor:

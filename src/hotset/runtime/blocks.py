@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,17 @@ class Block:
     @property
     def num_tokens(self) -> int:
         return len(self.x_TH)
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Block]) -> Block:
+        """One block of the tokens of all, in turn."""
+        if len(blocks) == 1:
+            return blocks[0]
+        return cls(
+            torch.cat([block.x_TH for block in blocks]),
+            torch.cat([block.ids_TK for block in blocks]),
+            torch.cat([block.weights_TK for block in blocks]),
+        )
 
     def split(self, num_tokens: int) -> list[Block]:
         """Blocks of at most so many tokens."""

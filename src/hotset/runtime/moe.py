@@ -6,8 +6,10 @@ kernel and its reduction order depend on the tokens of a block alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import cast
 
 import numpy as np
@@ -18,6 +20,7 @@ from hotset.core.slot_pools import BoolArray, IntArray
 from hotset.core.staging import DequantiseRule, StagingRule, block_tokens
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
+from hotset.kernels.launch import token_block
 from hotset.kernels.match_reference import LayerMatch
 from hotset.runtime.block_sums import Adds, BlockSum, FewTokens, ManyTokens, PostNorm
 from hotset.runtime.blocks import Block
@@ -107,10 +110,8 @@ class MoERunner:
         The bits of a block depend on its own tokens alone. The host waits until it knows what is
         routed; by then the device has work: what can be computed on without it.
         """
-        size = block_tokens(self._spec.expert, self._spec.top_k)
-        parts = [part for block in blocks for part in block.split(size)]
         fetched = self._log.fetch(self._layer, torch.cat([block.ids_TK for block in blocks]))
-        sums = [self._open(part) for part in parts]
+        sums = self._opened(blocks)
         resident_E = self._store.placement.resident[self._layer, : self._spec.num_experts].copy()
 
         @cache
@@ -126,40 +127,65 @@ class MoERunner:
         self._log.count_layer(
             self._layer, used=int(used_E.sum()), hits=int((used_E & resident_E).sum())
         )
-        return _joined([one.total() for one in sums], [block.num_tokens for block in blocks])
+        return _cut([one.total() for one in sums], [block.num_tokens for block in blocks])
 
     def _need(self, ids_TK: IntArray, sums: Sequence[BlockSum], resident_E: BoolArray) -> Need:
         """What a prompt routes to; the policy takes it in."""
         sizes = [one.num_tokens for one in sums]
         counts_PE = _counts(ids_TK, sizes, self._spec.num_experts)
+        for one, counts_E in zip(sums, counts_PE, strict=True):
+            one.learn(counts_E)
         used_E: BoolArray = counts_PE.sum(axis=0) > 0
         if self._tee is not None:
             self._tee.read(self._layer, ids_TK)
         return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))
 
-    def _open(self, part: Block) -> BlockSum:
-        if part.num_tokens <= MATCH_TOKENS:
-            return self._few(part)
-        plain = self._is_dequantised(part.num_tokens)
-        return ManyTokens(
-            self._kernels,
-            self._spec.expert.as_plain() if plain else self._spec.expert,
-            part,
-            num_experts=self._spec.num_experts,
-            post_norm=self._post_norm,
-        )
+    def _opened(self, blocks: Sequence[Block]) -> list[BlockSum]:
+        """Sums of all tokens in turn, as few as there can be: neighbours are joined where the
+        kernels do that, else large ones are cut."""
+        if self._kernels.joins_blocks:
+            groups = groupby(blocks, key=lambda block: self._form(block.num_tokens))
+            return [one for form, group in groups for one in self._open(list(group), *form)]
+        size = block_tokens(self._spec.expert, self._spec.top_k)
+        parts = (part for block in blocks for part in block.split(size))
+        return [one for part in parts for one in self._open([part], *self._form(part.num_tokens))]
 
-    def _is_dequantised(self, num_tokens: int) -> bool:
-        """Whether a block's experts are plain records by the time it runs; see `DequantiseRule`."""
-        layer = self._spec
-        return num_tokens > MATCH_TOKENS and self._dequantise.pays(
-            num_tokens, spec=layer.expert, top_k=layer.top_k, num_experts=layer.num_experts
+    def _form(self, num_tokens: int) -> tuple[int, bool]:
+        """By what a block runs, its number of tokens alone decides: tokens of a kernel block, 0
+        for few tokens, and whether experts are dequantised, see `DequantiseRule`."""
+        if num_tokens <= MATCH_TOKENS:
+            return 0, False
+        top_k, num_experts = self._spec.top_k, self._spec.num_experts
+        plain = self._dequantise.pays(
+            num_tokens, spec=self._spec.expert, top_k=top_k, num_experts=num_experts
         )
+        return token_block(num_tokens, top_k, num_experts), plain
+
+    def _open(self, alike: Sequence[Block], kernel_tokens: int, plain: bool) -> list[BlockSum]:
+        """The sums of blocks of one form."""
+        if not kernel_tokens:
+            return [self._few(block) for block in alike]
+        layer = self._spec
+        return [
+            ManyTokens(
+                self._kernels,
+                layer.expert.as_plain() if plain else layer.expert,
+                alike,
+                num_experts=layer.num_experts,
+                kernel_tokens=kernel_tokens,
+                most_rows=block_tokens(layer.expert, layer.top_k) * layer.top_k,
+                post_norm=self._post_norm,
+            )
+        ]
+
+    def _is_dequantised(self, one: BlockSum) -> bool:
+        """Whether a sum's experts are plain records by the time it runs."""
+        return one.spec.is_plain and not self._spec.expert.is_plain
 
     def _adders(self, sums: Sequence[BlockSum]) -> list[Adds]:
         """What runs a range of experts: blocks, and one for all that want them dequantised."""
-        plain = [one for one in sums if self._is_dequantised(one.num_tokens)]
-        adders: list[Adds] = [one for one in sums if not self._is_dequantised(one.num_tokens)]
+        plain = [one for one in sums if self._is_dequantised(one)]
+        adders: list[Adds] = [one for one in sums if not self._is_dequantised(one)]
         if plain:
             many = cast(list[ManyTokens], plain)
             device = self._store.device
@@ -185,7 +211,7 @@ class MoERunner:
         kernel_tokens_P1 = np.array([[one.kernel_tokens] for one in sums])
         reads_PE = -(-counts_PE // kernel_tokens_P1)
         # Dequantised, a record is read once for all its blocks.
-        plain_P = np.array([self._is_dequantised(one.num_tokens) for one in sums])
+        plain_P = np.array([self._is_dequantised(one) for one in sums])
         once_E = counts_PE[plain_P].sum(axis=0) > 0
         reads_E = reads_PE[~plain_P].sum(axis=0) + once_E
         return self._staging.use_ring(
@@ -258,12 +284,17 @@ def _counts(ids_TK: IntArray, sizes: Sequence[int], num_experts: int) -> IntArra
     return counts_PE
 
 
-def _joined(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Parts of whole blocks put together, blocks of these sizes."""
-    out, rest = [], list(parts)
+def _cut(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
+    """The rows of all parts in turn, as tensors of these sizes."""
+    out, rest = [], deque(parts)
     for size in sizes:
-        block = [rest.pop(0)]
-        while sum(len(part) for part in block) < size:
-            block.append(rest.pop(0))
+        block: list[torch.Tensor] = []
+        missing = size
+        while missing:
+            part = rest.popleft()
+            if len(part) > missing:
+                rest.appendleft(part[missing:])
+            block.append(part[:missing])
+            missing -= len(block[-1])
         out.append(block[0] if len(block) == 1 else torch.cat(block))
     return out

@@ -182,6 +182,16 @@ def test_a_machine_of_the_package_may_be_written_to_a_file(tmp_path: Path) -> No
             CliRunner().invoke(app, args + flag, catch_exceptions=False)
 
 
+@pytest.mark.parametrize("name", ["none/x.json", ""])
+def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(
+    tmp_path: Path, small_probe: list[int], name: str
+) -> None:
+    args = ["doctor", "--device", "cpu", "--fresh", "-o", f"{tmp_path}/{name}"]
+    with pytest.raises(ConfigError, match="`--output` is"):
+        CliRunner().invoke(app, args, catch_exceptions=False)
+    assert not small_probe
+
+
 def test_the_command_prints_a_machine_of_the_package() -> None:
     done = CliRunner().invoke(app, ["doctor", "--machine", "rtx-4090"])
     assert done.exit_code == 0

@@ -40,6 +40,8 @@ def doctor(
 
     Example: `hotset doctor -o my-machine.json`
     """
+    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
+        raise ConfigError(f"`--output` is `{output}`, which is no file in a folder that exists")
     if machine is not None:
         if fresh or device is not None:
             raise ConfigError(

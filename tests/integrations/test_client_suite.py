@@ -57,7 +57,7 @@ from server.test_wrong_requests import (  # noqa: F401
 if TYPE_CHECKING:
     from scripted_vllm import InVllm
 
-# Tests, as pytest names them -> what vLLM 0.32 does instead, hotset or not.
+# Tests, as pytest names them -> what the server of vLLM 0.32 does instead.
 OTHER = {
     r"test_characters_over_tokens\[.*-2-.*": "leaves out a character that was cut off",
     r"test_(a_whole_response|items_of_a_conversation)": "begins a response's prompt with two BOS",

@@ -32,8 +32,8 @@ NUM_BUFFERS = 2
 # does not use of them has crossed the link for nothing.
 PREFETCH_SHARE = 0.95
 
-# A block of tokens keeps the FP32 outputs of all its choices: so many bytes at most, and no more
-# tokens than fill the kernels' own blocks well (4,096 with 8 of 128 experts: 256 rows an expert).
+# FP32 outputs of experts are kept until they are added to their tokens' sums: so many bytes at
+# most, and of no more tokens than fill a large card (4,096 with 8 choices: 256 blocks of 128).
 _OUTPUT_BYTES = 256 * 2**20
 _MOST_BLOCK_TOKENS = 4096
 _LEAST_BLOCK_TOKENS = 256
@@ -116,9 +116,9 @@ def dequantised_records(spec: ExpertSpec, num_experts: int) -> int:
 
 
 def block_tokens(spec: ExpertSpec, top_k: int) -> int:
-    """Tokens whose experts run together, a power of two: a function of the model alone.
+    """Tokens of whose choices outputs are kept at a time, a power of two: by the model alone.
 
-    The order of a token's sum does not depend on it, but which kernel runs does.
+    Where kernels do not join blocks (`Kernels.joins_blocks`) larger ones are cut to it.
     """
     fits = _OUTPUT_BYTES // (4 * top_k * spec.hidden)
     size = _LEAST_BLOCK_TOKENS

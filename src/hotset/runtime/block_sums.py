@@ -146,9 +146,9 @@ class ManyTokens:
         self._x_TH = block.x_TH
         # Each token's choices by expert: then the order of its sum is the order of the ranges.
         ids_TK, place_TK = block.ids_TK.sort(dim=1, stable=True)
-        self._weights_TK = block.weights_TK.gather(1, place_TK)
+        self._weights_TK = block.weights_TK.gather(1, place_TK).contiguous()
         self._ranges = group_ranges(
-            ids_TK, num_experts, block_tokens=kernel_tokens, most_rows=most_rows
+            ids_TK.contiguous(), num_experts, block_tokens=kernel_tokens, most_rows=most_rows
         )
         self._sum_TH = torch.zeros_like(block.x_TH, dtype=torch.float32)
         self._blocks_E: IntArray | None = None

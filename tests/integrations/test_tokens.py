@@ -25,6 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32},
         **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+        "head_dim": 64,  # of the rotary part, to transformers
         **{"topk_method": "noaux_tc", "num_nextn_predict_layers": 0},
     },
     "qwen3_next": {

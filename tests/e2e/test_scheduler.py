@@ -231,8 +231,9 @@ def test_answers_go_on_between_the_layers_of_a_prompt(
 
 
 def test_short_prompts_without_end_do_not_keep_an_answer_waiting(engine: Engine) -> None:
-    """Each is one forward, with no layer to stop at. On the clock of the test above a prompt and a
-    step take the same time, so with half of it the answer gets a token for each of them."""
+    """Each is one forward, with no layer to stop at. On the clock of the test above a prompt takes
+    one second and a step two, so at half of its rate the answer gets a token for every two of
+    them: two with the first steps, and seven in 21 more."""
     with engine.scheduling(max_waiting=64) as scheduler:
         scheduler._clock = map(float, count()).__next__
         answer, got = scheduler.submit(request(0, max_tokens=12)), Answers()
@@ -242,7 +243,7 @@ def test_short_prompts_without_end_do_not_keep_an_answer_waiting(engine: Engine)
             scheduler.submit(request(0, max_tokens=1))
         for _ in range(21):
             got.step(scheduler)
-        assert len(got.tokens[answer]) >= 11
+        assert 8 <= len(got.tokens[answer]) <= 10
         got.run(scheduler)
     assert len(got.ends) == 41
 

@@ -19,6 +19,11 @@ class Pace:
         self._device = device
         self._last: torch.cuda.Event | None = None
 
+    @property
+    def num_queued(self) -> int:
+        """Pieces of the prompt that may not be done yet when `wait` returns."""
+        return int(self._device.type == "cuda")
+
     def wait(self) -> None:
         """Call it between two layers: returns when what had been queued by the call before is
         done."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -89,7 +90,7 @@ class Scheduler(Closing):
         # What follows is touched within `_stepping` only.
         self._stepping = threading.Lock()
         self._share = PromptShare(parts.prefill_share)
-        self._since = 0.0  # until then the prompt that is being taken in has been counted
+        self._since = 0.0  # until then the share knows of the time
         self._decoded_at: float | None = None  # when the step before ended, with nothing since
         self._running: dict[int, Answer] = {}  # by row
         self._events: list[Event] = []
@@ -153,15 +154,16 @@ class Scheduler(Closing):
     def _serve(self, parts: Parts) -> None:
         """One step: what is not wanted any more ends, then a prompt, or a token for each row."""
         self._end_cancelled(parts)
-        answer = None
-        if not self._share.step_is_due:
+        answer, is_due = None, self._share.step_is_due()
+        if not is_due:
             answer = self._intake.admit(
                 lambda oldest: parts.rows.open(len(oldest.ids) + oldest.most, oldest.ids)
             )
         if answer is not None:
             self._begin(parts, answer)
         elif self._running:
-            self._decode(parts)
+            # One that is due is followed by a prompt, and not by what was queued behind it.
+            self._decode(parts, ahead=not is_due)
         else:  # what was queued when the last answer ended has books to be kept
             self._drain(parts)
         if not self._running:
@@ -190,13 +192,14 @@ class Scheduler(Closing):
                     matcher=request.matcher,
                 )
                 draw = parts.sampler.draw(sequence.row, logits_V)
-            self._count_prompt_time()  # a short prompt's, and a long one's last layer
         except _CancelledError:
             self._end(parts, answer, FinishReason.CANCELLED)
             return
         except BaseException as error:  # noqa: BLE001 - whatever it is, a request ends by it
             self._fail(parts, [answer], error)
             return
+        finally:
+            self._count_prompt_time()  # a short prompt's, and what is behind a long one's pieces
         answer.num_prefix = num_shared
         self._count(num_prompt_tokens=len(answer.ids), num_prefix_tokens=num_shared)
         self._put(parts, answer, draw)
@@ -219,24 +222,30 @@ class Scheduler(Closing):
                 return
             pace.wait()
             self._count_prompt_time()
+            self._share.piece_ended()
+            is_due = partial(self._share.step_is_due, num_pieces=1 + pace.num_queued)
             # What is still queued of the prompt is its time, and not the steps'.
-            if self._share.step_is_due and pace.catch_up():
+            if is_due() and pace.catch_up():
                 self._count_prompt_time()
             with self._telling_early():
                 self._end_cancelled(parts)
-                while self._running and self._share.step_is_due:
-                    self._decode(parts, ahead=False)
+                while self._running and is_due():
+                    self._decode(parts, ahead=False, beside=True)
             self._check_device()
-            self._since, self._decoded_at = self._clock(), None
+            self._decoded_at = None
 
         return between
 
     def _count_prompt_time(self) -> None:
-        """The device has done what was queued of a prompt; those who waited for it are owed."""
+        """A prompt has had the time until now; those who waited for it are owed."""
+        seconds = self._lap(self._clock())
         if self._running:
-            now = self._clock()
-            self._share.prompt_ran(now - self._since)
-            self._since = now
+            self._share.prompt_ran(seconds)
+
+    def _lap(self, now: float) -> float:
+        """Seconds that the share does not know of, with what the host did behind steps."""
+        self._since, since = now, self._since
+        return now - since
 
     @contextmanager
     def _telling_early(self) -> Iterator[None]:
@@ -251,14 +260,14 @@ class Scheduler(Closing):
         finally:
             self._tell = self._events.append
 
-    def _decode(self, parts: Parts, *, ahead: bool = True) -> None:
+    def _decode(self, parts: Parts, *, ahead: bool, beside: bool = False) -> None:
         """A token for each row."""
-        began = self._clock()
+        began, num_rows = self._clock(), len(self._running)
         drawn = self._drawn(parts, lambda: parts.rows.step(ahead=ahead))
         now = self._clock()
-        self._share.step_ran(now - began, beside=not ahead)
         # What the host does between two steps delays the next one, unless that is queued.
         since = began if self._decoded_at is None else self._decoded_at
+        self._share.step_ran(self._lap(now), num_rows=num_rows, beside=beside)
         self._count(num_steps=1, decode_seconds=now - since)
         self._decoded_at = now
         self._put_all(parts, drawn)

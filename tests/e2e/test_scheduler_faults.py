@@ -105,7 +105,8 @@ def test_a_prompt_that_fails_ends_alone(
         got.step(scheduler)
         failing = scheduler.submit(asked(0, prompt_ids=text(num_tokens, seed=9)))
         with monkeypatch.context() as patch:
-            patch.setattr(type(engine.kernels), "expert_outputs", fail_long(engine))
+            for name in ("expert_outputs", "add_experts"):
+                patch.setattr(type(engine.kernels), name, fail_long(engine, name))
             while failing not in got.ends:
                 got.step(scheduler)
         got.run(scheduler)
@@ -114,14 +115,14 @@ def test_a_prompt_that_fails_ends_alone(
     unharmed(engine)
 
 
-def fail_long(engine: Engine) -> Callable[..., torch.Tensor]:
-    """Expert outputs that fail for more tokens than a decode step has."""
-    outputs = type(engine.kernels).expert_outputs
+def fail_long(engine: Engine, name: str) -> Callable[..., object]:
+    """Experts that fail for more tokens than a decode step has."""
+    outputs = getattr(type(engine.kernels), name)
 
-    def failing(self: object, x_TH: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
+    def failing(self: object, x_TH: torch.Tensor, *args: object, **options: object) -> object:
         if len(x_TH) > 4:
             raise RuntimeError("a prompt's layer is wrong")
-        return outputs(self, x_TH, *args, **options)  # type: ignore[arg-type]
+        return outputs(self, x_TH, *args, **options)
 
     return failing
 

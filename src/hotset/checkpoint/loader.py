@@ -31,8 +31,10 @@ from hotset.core.units import MIB
 Progress = Callable[[int, int], None]
 
 _PROGRESS_SECONDS = 0.1
-# Of the jobs that a thread takes at a time.
+# Of the jobs that a thread takes at a time, at most; all threads together a part of what is loaded,
+# as what they read beside the records is of that size, and none should be left with the end of it.
 _BATCH_BYTES = 32 * MIB
+_BATCHES_PART = 8
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class _Crew:
         self._sizes = [job.nbytes for job in jobs]
         self.total_bytes = sum(self._sizes)
         self._jobs, self._next = jobs, 0
+        self._batch_bytes = _BATCH_BYTES
         self._reader = reader
         self._destination = destination
         self._packing = Packing(reader)
@@ -110,6 +113,7 @@ class _Crew:
 
     def run(self, num_threads: int, progress: Progress | None) -> None:
         """Works until all is done; raises what the first failing batch in order raised."""
+        self._batch_bytes = min(_BATCH_BYTES, self.total_bytes // (_BATCHES_PART * num_threads))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="load-experts") as pool:
             try:
                 workers = {pool.submit(self._work) for _ in range(num_threads)}
@@ -144,7 +148,7 @@ class _Crew:
         with self._lock:
             first = end = self._next
             nbytes = 0
-            while end < len(self._jobs) and (end == first or nbytes < _BATCH_BYTES):
+            while end < len(self._jobs) and (end == first or nbytes < self._batch_bytes):
                 nbytes += self._sizes[end]
                 end += 1
             self._next = end

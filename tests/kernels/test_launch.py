@@ -8,7 +8,10 @@ from hotset.kernels.launch import (
     GROUPED,
     ONE_TOKEN_DOWN,
     ONE_TOKEN_UP,
+    ONE_TOKEN_UP_PACKED,
     grouped_tile,
+    packed_one_token_tile,
+    plain_one_token_tile,
     token_block,
 )
 
@@ -59,3 +62,26 @@ def test_token_block(num_tokens: int, block: int) -> None:
 
 def test_up_to_64_tokens_an_expert_fits_one_block() -> None:
     assert all(token_block(t, top_k=2, num_experts=4) >= t for t in range(1, 65))
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(2048, 766), (3072, 768), (2049, 768), (2880, 2880)])
+def test_registers_are_limited_only_where_no_thread_spills(columns: int, rows: int) -> None:
+    tile = ONE_TOKEN_UP[2]
+    assert plain_one_token_tile(tile, rows, columns).registers is None
+    # Control: what it was measured with.
+    assert plain_one_token_tile(tile, 768, 2048).registers == tile.registers == 64
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(2048, 1024), (2040, 768), (2048, 760)])
+def test_programs_of_long_rows_take_one_tile(rows: int, columns: int) -> None:
+    tile = ONE_TOKEN_DOWN[2]
+    assert plain_one_token_tile(tile, rows, columns).tiles == 1
+    assert plain_one_token_tile(tile, 2048, 768) == tile  # control
+
+
+def test_short_rows_of_light_codes_come_in_pairs_of_tiles() -> None:
+    """Rows of a tile are no part of a sum; columns are, and stay."""
+    usual, short = ONE_TOKEN_UP_PACKED[8], packed_one_token_tile("up", 2048, 8, light=True)
+    assert (short.rows, short.cols) == (2 * usual.rows, usual.cols)
+    assert packed_one_token_tile("up", 2048, 8, light=False) == usual
+    assert packed_one_token_tile("up", 4096, 8, light=True) == usual

@@ -156,7 +156,7 @@ def _time(
                     fill_E=matched.fill_E if matched else None,
                     behind_match=matched is not None,
                 )
-                kernels.combine(y_TKH, weights_TK, dtype, matched=matched)
+                kernels.combine(y_TKH, weights_TK, dtype, matched=matched, behind_experts=True)
 
     replay = capture(run, device=device)
     return [t / len(sets) for t in time_ms(replay, device=device, repeats=repeats)]

@@ -44,15 +44,24 @@ def field_pointer(record, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def fill_address(fill_E, ids_K, choice, expert, CHOICES: tl.constexpr, FILL: tl.constexpr):
-    """Slot to fill, 0 for none. Of equal ids only the first fills: one writer for every byte."""
+def fill_address(fill_E, expert, FILL: tl.constexpr):
+    """Slot to fill with what is read of an expert, 0 for none.
+
+    Of equal ids, which no router gives, each fills: the same bytes to the same places. To look for
+    them first took as long as a trip to memory, in front of every load behind it.
+    """
     fill = tl.full((), 0, tl.int64)
     if FILL:
-        other = tl.arange(0, CHOICES)
-        earlier = tl.load(ids_K + other, mask=other < choice, other=-1)
-        repeats = tl.sum((earlier == expert).to(tl.int32), 0)
-        fill = tl.where(repeats == 0, tl.load(fill_E + expert), fill)
+        fill = tl.load(fill_E + expert)
     return fill
+
+
+@triton.jit
+def routed_record(ids_K, address_E, num_experts, choice):
+    """(expert of a choice, whether it is no padding, address of its record or 0)."""
+    expert = tl.load(ids_K + choice).to(tl.int64)
+    real = expert.to(tl.uint64) < num_experts  # ids below 0 as well
+    return expert, real, tl.load(address_E + expert, mask=real, other=0)
 
 
 @triton.jit

@@ -105,12 +105,15 @@ class Kernels(Protocol):
         dtype: torch.dtype,
         *,
         matched: LayerMatch | None = None,
+        behind_experts: bool = False,
     ) -> torch.Tensor:
         """[T, H]: sum over k, ascending, in FP32 of weights[t, k] * y[t, k], rounded once.
 
         Args:
             matched: what `match` found; its `address_W` is retargeted: filled experts to their
                 slots, victims to the host. Must come behind the `expert_outputs` that filled.
+            behind_experts: `expert_outputs` was the last thing that was queued, and `weights_TK`
+                and the match were there before it, so that no wait is needed for them.
         """
 
     @property
@@ -191,6 +194,7 @@ class ReferenceKernels:
         dtype: torch.dtype,
         *,
         matched: LayerMatch | None = None,
+        behind_experts: bool = False,
     ) -> torch.Tensor:
         out_TH = reference.combine(y_TKH, weights_TK, dtype)
         if matched is not None:
@@ -290,11 +294,14 @@ class TritonKernels:
         dtype: torch.dtype,
         *,
         matched: LayerMatch | None = None,
+        behind_experts: bool = False,
     ) -> torch.Tensor:
         from hotset.kernels.combine import combine
 
         assert y_TKH.is_contiguous() and y_TKH.dtype == torch.float32
-        return combine(y_TKH, weights_TK.contiguous(), dtype, matched=matched)
+        behind_experts &= weights_TK.is_contiguous()  # a copy would come between
+        weights_TK = weights_TK.contiguous()
+        return combine(y_TKH, weights_TK, dtype, matched=matched, behind_experts=behind_experts)
 
     def add_experts(
         self,

@@ -28,6 +28,8 @@ class Tile:
         stages: steps in flight, of plain one-token kernels before the wait for the previous kernel
             too; it cannot change a bit.
         group: token blocks that neighbouring programs share a weight tile across (L2 reuse).
+        tiles: tiles that a program takes in turn, the next one's first weights in flight.
+        registers: of a thread at most, `None` for what the compiler takes.
     """
 
     rows: int
@@ -35,19 +37,30 @@ class Tile:
     warps: int
     stages: int
     group: int = 1
+    tiles: int = 1
+    registers: int | None = None
 
 
 # One token, FMA, by bytes of an element. 2-byte rows measured on an H200 (H 2048, I 768, BF16,
 # match and combine included): 1.00 of the link's speed of light as every tile tried. Of the second
-# projection with every expert in a slot, in us a layer: 4 x 256 with 3 steps 23.3, 8 x 256 23.4,
-# 8 x 128 with 6 23.6, 16 x 128 with 1 23.9. Two steps of the first in flight cost 0.9.
-ONE_TOKEN_UP = {2: Tile(4, 1024, 4, 1), 4: Tile(8, 256, 4, 3)}
-ONE_TOKEN_DOWN = {2: Tile(4, 256, 4, 3), 4: Tile(8, 128, 4, 3)}
+# projection with every expert in a slot, in us a layer: one tile a program 23.2, two 22.8, four
+# 22.4.
+# With 64 registers a thread eight programs of the first fit a processor: 23.6, else 24.3.
+ONE_TOKEN_UP = {2: Tile(4, 1024, 4, 1, registers=64), 4: Tile(8, 256, 4, 3)}
+ONE_TOKEN_DOWN = {2: Tile(4, 256, 4, 3, tiles=4), 4: Tile(8, 128, 4, 3)}
+# What these shapes were measured with, and what compiles without a spill for sm_90: whole steps of
+# a row up to so many, and so many steps of a program. They are laid out one by one, so that longer
+# ones take registers that other programs would have.
+_FEW_STEPS = 2
+_MOST_STEPS = 12
 
 # One token and codes: by codes of a word. `stages` are the steps that are read before the first one
 # is computed on. Columns are parts of a row, 16 words each, 8 at most (`packed_rows`); with fewer a
-# tile has as many rows more.
-ONE_TOKEN_UP_PACKED = {8: Tile(16, 1024, 4, 2), 4: Tile(8, 512, 4, 4)}
+# tile has as many rows more. Measured as above: FP8 19.4 with 4 steps, 18.7 with 2; NVFP4 19.8 with
+# 2, 18.0 with 1. Twice the rows are for codes that are multiplied as they are (INT4 14.9 and 14.2,
+# MXFP4 15.5 and 15.2; NVFP4 22.2), in short rows, where threads have the registers.
+ONE_TOKEN_UP_PACKED = {8: Tile(16, 1024, 4, 1), 4: Tile(8, 512, 4, 2)}
+ONE_TOKEN_UP_SHORT = Tile(32, 1024, 4, 1)
 ONE_TOKEN_DOWN_PACKED = {8: Tile(32, 256, 4, 3), 4: Tile(16, 256, 4, 3)}
 # Of a row's steps at most this share may lie beyond its end: lanes without work.
 _MOST_WASTE = 1 / 4
@@ -100,14 +113,35 @@ def token_block(num_tokens: int, top_k: int, num_experts: int) -> int:
     return 128 if num_tokens * top_k > _MEAN_TOKENS_FOR_128 * num_experts else 64
 
 
-def packed_one_token_tile(tile: Tile, columns: int, per_word: int) -> Tile:
-    """The tile with fewer columns where much of a row's last step would lie beyond its end.
+def plain_one_token_tile(tile: Tile, rows: int, columns: int) -> Tile:
+    """The tile, its limit of registers and its many tiles only for shapes that they suit.
 
     Args:
-        tile: of `ONE_TOKEN_UP_PACKED` or `ONE_TOKEN_DOWN_PACKED`.
+        tile: of `ONE_TOKEN_UP` or `ONE_TOKEN_DOWN`.
+        rows, columns: of the matrix; rows of a half where a gate makes two.
+    """
+    whole = columns % tile.cols == 0 and rows % (tile.rows * tile.tiles) == 0
+    steps = columns // tile.cols
+    return replace(
+        tile,
+        tiles=tile.tiles if whole and tile.tiles * steps <= _MOST_STEPS else 1,
+        registers=tile.registers if whole and steps <= _FEW_STEPS else None,
+    )
+
+
+def packed_one_token_tile(name: str, columns: int, per_word: int, *, light: bool) -> Tile:
+    """The table's tile, with fewer columns where much of a last step would lie beyond a row's end.
+
+    Args:
+        name: `up` or `down`.
         columns: K of the matrix.
         per_word: codes of a 32-bit word.
+        light: codes are multiplied by scales that BF16 holds, and have no zero points.
     """
+    tile = (ONE_TOKEN_UP_PACKED if name == "up" else ONE_TOKEN_DOWN_PACKED)[per_word]
+    short = columns % tile.cols == 0 and columns <= _FEW_STEPS * tile.cols
+    if name == "up" and per_word == 8 and light and short:
+        tile = ONE_TOKEN_UP_SHORT
     rows, cols = tile.rows, tile.cols
     while cols > _PART_WORDS * per_word and -columns % cols > _MOST_WASTE * columns:
         rows, cols = rows * 2, cols // 2

@@ -164,14 +164,24 @@ def retarget(
     NUM_VICTIMS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Filled experts to their slots, victims to the host. No expert is both, so order is free."""
+    """Filled experts to their slots, victims to the host. No expert is both, so order is free.
+
+    Addresses are written behind the wait, since the previous kernel may read them; `EARLY`, what
+    the match found is read ahead of it, which is for whoever has a kernel between the two.
+    """
+    if not EARLY:
+        wait_for_previous(DEPENDENT)
     expert = tl.arange(0, BLOCK_E)
     slot = tl.load(fill_E + expert, mask=expert < num_experts, other=0)
-    tl.store(address_W + expert, slot, mask=slot != 0)
     place = tl.arange(0, BLOCK_V)
     victim = tl.load(evict_V + place, mask=place < NUM_VICTIMS, other=-1)
     host = tl.load(host_address_W + victim, mask=victim >= 0, other=0)
+    if EARLY:
+        wait_for_previous(DEPENDENT)
+    tl.store(address_W + expert, slot, mask=slot != 0)
     tl.store(address_W + victim, host, mask=victim >= 0)
 
 

@@ -12,6 +12,7 @@ matrices have kernels of their own (`moe_decode_packed`), launched from here.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,19 +28,19 @@ from hotset.kernels.device import (
     is_interpreted,
     load_bias,
     round_to,
+    routed_record,
     up_rows,
 )
 from hotset.kernels.launch import (
     ONE_TOKEN_DOWN,
-    ONE_TOKEN_DOWN_PACKED,
     ONE_TOKEN_UP,
-    ONE_TOKEN_UP_PACKED,
     packed_one_token_tile,
+    plain_one_token_tile,
 )
 from hotset.kernels.lossless import first_groups, lossless_row_sums
 from hotset.kernels.moe_decode_packed import packed_down_kernel, packed_up_kernel
 from hotset.kernels.packed import Matrix
-from hotset.kernels.plain import first_weights, plain_row_sums
+from hotset.kernels.plain import first_inputs, first_weights, plain_row_sums
 
 
 @triton.jit
@@ -62,6 +63,17 @@ def _begin(
 
 
 @triton.jit
+def _begin_inputs(
+    vector, M: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, AHEAD: tl.constexpr
+):
+    """What is read of a vector ahead of `_row_sums`: a tuple."""
+    inputs = ()
+    if M.codes == "plain":
+        inputs = first_inputs(vector, M, ROWS, COLS, AHEAD)
+    return inputs
+
+
+@triton.jit
 def _row_sums(
     vector,
     record,
@@ -69,6 +81,7 @@ def _row_sums(
     rows,
     inside,
     begun,
+    inputs,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -80,7 +93,7 @@ def _row_sums(
     """Dot products of `vector` with `rows` of a matrix of a record: [ROWS] FP32."""
     if M.codes == "plain":
         sums = plain_row_sums(
-            vector, record, fill, rows, inside, begun, M, ROWS, COLS, WHOLE, AHEAD, FILL
+            vector, record, fill, rows, inside, begun, inputs, M, ROWS, COLS, WHOLE, AHEAD, FILL
         )
     else:
         sums = lossless_row_sums(
@@ -99,7 +112,6 @@ def _up_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    CHOICES: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -118,9 +130,9 @@ def _up_kernel(
     DEPENDENT: tl.constexpr,
 ):
     choice = tl.program_id(1)
-    expert = tl.load(ids_K + choice)
-    real = (expert >= 0) & (expert < num_experts)
-    record = tl.load(address_E + expert, mask=real, other=0)
+    # Ahead of the wait, as ids and addresses: see `one_token`.
+    inputs = _begin_inputs(x_H, M, ROWS, COLS, AHEAD + 1)
+    expert, _, record = routed_record(ids_K, address_E, num_experts, choice)
     if record == 0:
         wait_for_previous(DEPENDENT)
         return
@@ -131,9 +143,9 @@ def _up_kernel(
     rows, inside = up_rows(first, INTER, ROWS, GATED)
     begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
     wait_for_previous(DEPENDENT)
-    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, expert, FILL)
     u = _row_sums(
-        x_H, record, fill, rows, inside, begun, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
+        x_H, record, fill, rows, inside, begun, inputs, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
     )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
@@ -155,12 +167,12 @@ def _down_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    CHOICES: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    TILES: tl.constexpr,
     AHEAD: tl.constexpr,
     FILL: tl.constexpr,
     ZERO_ABSENT: tl.constexpr,
@@ -168,30 +180,35 @@ def _down_kernel(
     DEPENDENT: tl.constexpr,
 ):
     choice = tl.program_id(1)
-    expert = tl.load(ids_K + choice)
-    real = (expert >= 0) & (expert < num_experts)
-    record = tl.load(address_E + expert, mask=real, other=0)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < HIDDEN
-    out = y_KH + choice * HIDDEN + rows
+    expert, real, record = routed_record(ids_K, address_E, num_experts, choice)
+    y_H = y_KH + choice * HIDDEN
+    first = tl.program_id(0) * (ROWS * TILES)
     if record == 0:
         wait_for_previous(DEPENDENT)
-        zeroed = (real == 0) | ZERO_ABSENT
-        tl.store(out, tl.zeros((ROWS,), tl.float32), mask=inside & zeroed)
+        absent = first + tl.arange(0, ROWS * TILES)
+        zeroed = (absent < HIDDEN) & ((real == 0) | ZERO_ABSENT)
+        tl.store(y_H + absent, tl.zeros((ROWS * TILES,), tl.float32), mask=zeroed)
         return
     dtype: tl.constexpr = h_KI.dtype.element_ty
-    whole: tl.constexpr = HIDDEN % ROWS == 0
-    begun = _begin(record, rows, inside, M, dtype, COLS, whole, AHEAD)
+    whole: tl.constexpr = HIDDEN % (ROWS * TILES) == 0
+    rows = first + tl.arange(0, ROWS)
+    begun = _begin(record, rows, rows < HIDDEN, M, dtype, COLS, whole, AHEAD)
     # What the match wrote is there already: the first projection has waited for it.
-    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, expert, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
-    y = _row_sums(
-        h_I, record, fill, rows, inside, begun, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
-    )
-    if HAS_BIAS:
-        y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
-    tl.store(out, y, mask=inside)
+    h = _begin_inputs(h_I, M, ROWS, COLS, AHEAD)
+    for tile in tl.static_range(TILES):
+        now, rows = begun, first + tile * ROWS + tl.arange(0, ROWS)
+        inside, later = rows < HIDDEN, rows + ROWS
+        if tile + 1 < TILES:  # ahead of this tile's stores, over which no load is moved
+            begun = _begin(record, later, later < HIDDEN, M, dtype, COLS, whole, AHEAD)
+        y = _row_sums(
+            h_I, record, fill, rows, inside, now, h, M, ROWS, COLS, whole, AHEAD, FILL, INTERPRET
+        )
+        if HAS_BIAS:
+            y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
+        tl.store(y_H + rows, y, mask=inside)
 
 
 def one_token(
@@ -206,8 +223,10 @@ def one_token(
 ) -> torch.Tensor:
     """Expert outputs of one token; see `dispatch.Kernels.expert_outputs`.
 
-    The first weights are read before the previous kernel has ended. For the second projection that
-    is the first one, for the first one the match; who else may have written the ids is waited for.
+    The first weights are read before the previous kernel has ended, and so are ids, addresses and
+    `x_1H`. For the second projection that kernel is the first one. For the first one it is the
+    match, which writes none of these, and which lets nobody begin before its own predecessors are
+    complete; where another kernel comes before, which may have written them, its end is waited for.
     """
     choices, num_experts = ids_1K.numel(), address_E.numel()
     hidden, inter, gated = spec.hidden, spec.intermediate, spec.gate.has_gate
@@ -217,7 +236,7 @@ def one_token(
     down_kernel, down = _projection(spec, "down", x_1H)
     units = up["ROWS"] // 2 if gated else up["ROWS"]
     routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
-    shared = _shared_constants(spec, choices, fill=fill_E is not None)
+    shared = _shared_constants(spec, fill=fill_E is not None)
     dependent = dependent_launch(x_1H.device)
     up_kernel[(triton.cdiv(inter, units), choices)](
         x_1H,
@@ -229,7 +248,8 @@ def one_token(
         **gate_constants(spec.gate),
         **(dependent if behind_match else waiting_launch(dependent)),
     )
-    down_kernel[(triton.cdiv(hidden, down["ROWS"]), choices)](
+    down_rows = down["ROWS"] * down.get("TILES", 1)
+    down_kernel[(triton.cdiv(hidden, down_rows), choices)](
         h_KI,
         *routed,
         y_1KH,
@@ -242,12 +262,11 @@ def one_token(
     return y_1KH
 
 
-def _shared_constants(spec: ExpertSpec, choices: int, *, fill: bool) -> dict[str, Any]:
+def _shared_constants(spec: ExpertSpec, *, fill: bool) -> dict[str, Any]:
     """What both kernels are compiled for, whatever their tiles."""
     return {
         "HIDDEN": spec.hidden,
         "INTER": spec.intermediate,
-        "CHOICES": triton.next_power_of_2(choices),
         "HAS_BIAS": spec.has_bias,
         "FILL": fill,
         "INTERPRET": is_interpreted(_up_kernel),
@@ -261,11 +280,20 @@ def _projection(spec: ExpertSpec, name: str, x_1H: torch.Tensor) -> tuple[Any, d
     if matrix.codes in ("plain", "lossless"):  # which has the bits of plain, sums included
         kernel = _up_kernel if is_up else _down_kernel
         tile = (ONE_TOKEN_UP if is_up else ONE_TOKEN_DOWN)[x_1H.element_size()]
+        rows = spec.intermediate if is_up else spec.hidden
+        if matrix.codes == "plain":
+            tile = plain_one_token_tile(tile, rows, matrix.columns)
+        else:
+            tile = replace(tile, tiles=1, registers=None)
         pipeline = {"AHEAD": tile.stages, "num_stages": tile.stages}
+        if not is_up:
+            pipeline["TILES"] = tile.tiles
+        if tile.registers is not None:
+            pipeline["maxnreg"] = tile.registers
     else:
         kernel = packed_up_kernel if is_up else packed_down_kernel
-        table = ONE_TOKEN_UP_PACKED if is_up else ONE_TOKEN_DOWN_PACKED
-        tile = packed_one_token_tile(table[matrix.per_word], matrix.columns, matrix.per_word)
+        light = matrix.scale_is_bfloat16 and matrix.zero < 0
+        tile = packed_one_token_tile(name, matrix.columns, matrix.per_word, light=light)
         pipeline = {"AHEAD": min(tile.stages, triton.cdiv(matrix.columns, tile.cols))}
     offset = {field.name: field.offset for field in spec.layout.fields}
     return kernel, pipeline | {

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from hotset.kernels.dependent import wait_for_previous
-from hotset.kernels.device import apply_gate, fill_address, load_bias, round_to
-from hotset.kernels.packed_rows import packed_row_sums, read_ahead, tile_rows
+from hotset.kernels.device import apply_gate, fill_address, load_bias, round_to, routed_record
+from hotset.kernels.packed_rows import first_inputs, packed_row_sums, read_ahead, tile_rows
 
 
 @triton.jit
@@ -26,7 +26,6 @@ def packed_up_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    CHOICES: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -45,20 +44,19 @@ def packed_up_kernel(
     DEPENDENT: tl.constexpr,
 ):
     choice = tl.program_id(1)
-    expert = tl.load(ids_K + choice)
-    real = (expert >= 0) & (expert < num_experts)
-    record = tl.load(address_E + expert, mask=real, other=0)
+    expert, _, record = routed_record(ids_K, address_E, num_experts, choice)
     if record == 0:
         wait_for_previous(DEPENDENT)
         return
     dtype: tl.constexpr = x_H.dtype.element_ty
     whole: tl.constexpr = INTER % (ROWS // 2 if GATED else ROWS) == 0
     rows, inside = tile_rows(tl.program_id(0), INTER, ROWS, GATED)
+    inputs = first_inputs(x_H, record, rows, M, COLS)
     ahead = read_ahead(record, rows, inside, M, COLS, AHEAD, whole)
     wait_for_previous(DEPENDENT)
-    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, expert, FILL)
     u = packed_row_sums(
-        x_H, record, fill, rows, inside, ahead, M, COLS, AHEAD, whole, FILL, INTERPRET
+        x_H, record, fill, rows, inside, ahead, inputs, M, COLS, AHEAD, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
@@ -80,7 +78,6 @@ def packed_down_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     INTER: tl.constexpr,
-    CHOICES: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -93,9 +90,7 @@ def packed_down_kernel(
     DEPENDENT: tl.constexpr,
 ):
     choice = tl.program_id(1)
-    expert = tl.load(ids_K + choice)
-    real = (expert >= 0) & (expert < num_experts)
-    record = tl.load(address_E + expert, mask=real, other=0)
+    expert, real, record = routed_record(ids_K, address_E, num_experts, choice)
     rows, inside = tile_rows(tl.program_id(0), HIDDEN, ROWS, False)
     out = y_KH + choice * HIDDEN + rows
     if record == 0:
@@ -107,11 +102,12 @@ def packed_down_kernel(
     whole: tl.constexpr = HIDDEN % ROWS == 0
     ahead = read_ahead(record, rows, inside, M, COLS, AHEAD, whole)
     # What the match wrote is there already: the first projection has waited for it.
-    fill = fill_address(fill_E, ids_K, choice, expert, CHOICES, FILL)
+    fill = fill_address(fill_E, expert, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
+    inputs = first_inputs(h_I, record, rows, M, COLS)
     y = packed_row_sums(
-        h_I, record, fill, rows, inside, ahead, M, COLS, AHEAD, whole, FILL, INTERPRET
+        h_I, record, fill, rows, inside, ahead, inputs, M, COLS, AHEAD, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)

@@ -46,16 +46,19 @@ def tile_rows(tile, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.conste
 
 @triton.jit
 def _grid_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
-    """Where the scales of a step are [ROWS, G], which exist, and which the tile owns.
+    """Where the scales of a step are [G, ROWS, S], which exist, and which the tile owns.
 
-    G is how many there are at most in a row's part of the step: as many as there are words where
-    groups and steps do not divide each other. The first row of a block and the first group that
-    begins in a step own.
+    Each thread reads those of the 4 words that it has of a row: S for each of G such threads, one
+    for each word where groups and steps do not divide each other. G is 1 where a step has one.
+    The first row of a block and the first group that begins in a step own.
     """
     one: tl.constexpr = M.group >= M.columns or M.group % COLS == 0
-    some: tl.constexpr = COLS // (M.group if COLS % M.group == 0 else M.per_word)
-    num: tl.constexpr = 1 if one else some
-    first = step * COLS + tl.arange(0, num)[None, :] * (COLS // num)
+    num: tl.constexpr = 1 if one else COLS // (4 * M.per_word)
+    whole: tl.constexpr = COLS % M.group == 0
+    each: tl.constexpr = 1 if one else max(1, 4 * M.per_word // (M.group if whole else M.per_word))
+    place = tl.arange(0, num)[:, None, None] * each + tl.arange(0, each)[None, None, :]
+    first = step * COLS + place * (COLS // (num * each))
+    rows, inside = rows[None, :, None], inside[None, :, None]
     half, unit = rows // M.half_rows, rows % M.half_rows
     line = half * M.num_blocks + unit // M.block
     exists = inside & (first < M.columns)
@@ -68,7 +71,7 @@ def _word_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
     """Where the words of a step are [ROWS, WORDS], and which exist."""
     words: tl.constexpr = COLS // M.per_word
     word = step * words + tl.arange(0, words)[None, :]
-    return rows * M.row_words + word, inside & (word < M.row_words)
+    return rows[:, None] * M.row_words + word, inside[:, None] & (word < M.row_words)
 
 
 @triton.jit
@@ -80,7 +83,7 @@ def _read_step(
     word = load_tile(field_pointer(record, M.offset, tl.int32) + at, exists, WHOLE)
     at, exists, _ = _grid_places(rows, inside, step, M, COLS)
     scale = tl.load(field_pointer(record, M.scale, M.scale_type) + at, mask=exists, other=0)
-    zero = tl.full((1, 1), 8, tl.uint8)
+    zero = tl.full((1, 1, 1), 8, tl.uint8)
     if M.zero >= 0:
         zero = tl.load(field_pointer(record, M.zero, tl.uint8) + at, mask=exists, other=0)
     return word, scale, zero
@@ -114,7 +117,6 @@ def read_ahead(
 ):
     """The first `STEPS` steps of a matrix, for `packed_row_sums`: three tensors each."""
     whole: tl.constexpr = WHOLE_ROWS and M.row_words % (COLS // M.per_word) == 0
-    rows, inside = rows[:, None], inside[:, None]
     steps = _read_step(record, rows, inside, 0, M, COLS, whole)
     for step in tl.static_range(1, STEPS):
         steps += _read_step(record, rows, inside, step, M, COLS, whole)
@@ -124,8 +126,9 @@ def read_ahead(
 @triton.jit
 def _load_factor(record, fill, rows, inside, M: tl.constexpr, FILL: tl.constexpr):
     """The second scale of each row, of its half: 1 where the format has none."""
-    factor = tl.full((1, 1), 1.0, tl.float32)
+    factor = tl.full((1, 1, 1), 1.0, tl.float32)
     if M.factor >= 0:
+        rows, inside = rows[None, :, None], inside[None, :, None]
         half, unit = rows // M.half_rows, rows % M.half_rows
         factor = tl.load(field_pointer(record, M.factor, tl.float32) + half, mask=inside, other=0.0)
         if FILL:
@@ -160,15 +163,19 @@ def _factors(
     if M.factor >= 0:
         scale = scale * factor
     scale, zero = pair_factors(scale, zero.to(tl.float32), EXACT, INTERPRET)
-    return _of_words(scale, WORDS), zero if M.zero < 0 else _of_words(zero, WORDS)
+    return _of_words(scale, WORDS), tl.reshape(zero, (1, 1)) if M.zero < 0 else _of_words(
+        zero, WORDS
+    )
 
 
 @triton.jit
 def _of_words(x, WORDS: tl.constexpr):
-    """[ROWS, G] to a value for each word: [ROWS, WORDS]."""
-    each: tl.constexpr = WORDS // x.shape[1]
-    wide = tl.broadcast_to(x[:, :, None], (x.shape[0], x.shape[1], each))
-    return tl.reshape(wide, (x.shape[0], WORDS))
+    """[G, ROWS, S] of `_grid_places` to a value for each word: [ROWS, WORDS]."""
+    num: tl.constexpr = x.shape[0] * x.shape[2]
+    rows: tl.constexpr = x.shape[1]
+    x = tl.reshape(tl.permute(x, (1, 0, 2)), (rows, num))
+    wide = tl.broadcast_to(x[:, :, None], (rows, num, WORDS // num))
+    return tl.reshape(wide, (rows, WORDS))
 
 
 @triton.jit
@@ -185,30 +192,85 @@ def _operand(x, HEAD: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _input_pairs(x, PARTS: tl.constexpr, M: tl.constexpr):
-    """Inputs of a step [COLS] by the pair of codes of a word: tensors [PARTS, 16 words, 2]."""
+def _load_eight(
+    vector,
+    record,
+    fill,
+    rows,
+    step,
+    PART: tl.constexpr,
+    COPIES: tl.constexpr,
+    COLS: tl.constexpr,
+    M: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """Eight of the inputs that each lane multiplies in a step, the `PART`-th: [COPIES, 256].
+
+    Each warp reads all of them, and each lane those of its 4 words in whole accesses: so nothing
+    passes through shared memory, where every step would wait for all warps.
+    """
+    lane_columns: tl.constexpr = 4 * M.per_word
+    place = tl.zeros((COPIES, 1), tl.int32) + tl.arange(0, 256)[None, :]
+    col = place // 8 * lane_columns % COLS + 8 * PART + place % 8
+    cols = step * COLS + col
+    inputs = input_columns(record, fill, rows, cols, M, FILL)
+    return load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
+
+
+@triton.jit
+def _input_pairs(
+    vector,
+    record,
+    fill,
+    rows,
+    step,
+    COPIES: tl.constexpr,
+    COLS: tl.constexpr,
+    M: tl.constexpr,
+    FILL: tl.constexpr,
+):
+    """Inputs of a step by the pair of codes of a word: tensors [COPIES * 8, 16 words, 2]."""
+    a = _load_eight(vector, record, fill, rows, step, 0, COPIES, COLS, M, FILL)
+    b = _load_eight(vector, record, fill, rows, step, 1, COPIES, COLS, M, FILL)
     if M.per_word == 8:
-        even, odd = tl.split(tl.reshape(x, (PARTS, PART_WORDS, 2, 2, 2)))
+        c = _load_eight(vector, record, fill, rows, step, 2, COPIES, COLS, M, FILL)
+        d = _load_eight(vector, record, fill, rows, step, 3, COPIES, COLS, M, FILL)
+        x = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COPIES, 32, 8, 4))
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (COPIES * 8, PART_WORDS, 2, 2, 2))
+        even, odd = tl.split(x)
         first, third = tl.split(even)
         second, fourth = tl.split(odd)
         pairs = (first, second, third, fourth)
     else:
-        pairs = tl.split(tl.reshape(x, (PARTS, PART_WORDS, 2, 2)))
+        x = tl.reshape(tl.join(a, b), (COPIES, 32, 8, 2))
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (COPIES * 8, PART_WORDS, 2, 2))
+        pairs = tl.split(x)
     return pairs
 
 
 @triton.jit
-def _input_operand(pair, BLOCKS: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr):
+def first_inputs(vector, record, rows, M: tl.constexpr, COLS: tl.constexpr):
+    """Inputs of the first step, for `packed_row_sums`; none where their order is to be filled."""
+    inputs = ()
+    if M.order < 0:
+        copies: tl.constexpr = min(rows.shape[0] * COLS // (M.per_word * 16 * 16), 4)
+        inputs = _input_pairs(vector, record, record, rows, 0, copies, COLS, M, False)
+    return inputs
+
+
+@triton.jit
+def _input_operand(pair, BLOCKS: tl.constexpr, COPIES: tl.constexpr, M: tl.constexpr):
     """Inputs of one pair as an operand [BLOCKS, 32, 8]: a part's in as many columns as it has."""
-    part = tl.trans(_operand(pair, PARTS, M))
-    wide = tl.broadcast_to(part[:, None, :], (32, 8 // PARTS, PARTS))
-    return tl.broadcast_to(tl.reshape(wide, (1, 32, 8)), (BLOCKS, 32, 8))
+    part = tl.reshape(_operand(pair, COPIES * 8, M), (COPIES, 8, 32))
+    part = tl.permute(part, (0, 2, 1))
+    wide = tl.broadcast_to(part[None, :, :, :], (BLOCKS // COPIES, COPIES, 32, 8))
+    return tl.reshape(wide, (BLOCKS, 32, 8))
 
 
 @triton.jit
 def _add_step(
     acc,
-    x,
+    inputs,
     word,
     scale,
     zero,
@@ -221,13 +283,13 @@ def _add_step(
 ):
     """acc [BLOCKS, 16, 8] and the products of one step; words as [ROWS, WORDS]."""
     codes: tl.constexpr = M.codes  # Triton 3.6 takes text as an argument from a constexpr only
-    inputs = _input_pairs(x, PARTS, M)
+    copies: tl.constexpr = min(BLOCKS, 4)
     for j in tl.static_range(M.per_word // 2):
         pair = weights_of_pair(word, scale, zero, j, codes, EXACT, DTYPE, INTERPRET)
         w = tl.reshape(tl.join(pair[0], pair[1]), (16 * BLOCKS, PART_WORDS, 2))
         w = tl.reshape(_operand(w, 16 * BLOCKS, M), (2, BLOCKS, 8, 32))
         w = tl.reshape(tl.permute(w, (1, 0, 2, 3)), (BLOCKS, 16, 32))
-        acc = dot(w, _input_operand(inputs[j], BLOCKS, PARTS, M), acc, INTERPRET)
+        acc = dot(w, _input_operand(inputs[j], BLOCKS, copies, M), acc, INTERPRET)
     return acc
 
 
@@ -239,6 +301,7 @@ def packed_row_sums(
     rows,
     inside,
     ahead,
+    inputs,
     M: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -258,9 +321,9 @@ def packed_row_sums(
     words: tl.constexpr = COLS // M.per_word
     parts: tl.constexpr = words // PART_WORDS
     blocks: tl.constexpr = rows.shape[0] * parts // 16
+    copies: tl.constexpr = min(blocks, 4)
     num_steps: tl.constexpr = (M.columns + COLS - 1) // COLS
     whole: tl.constexpr = WHOLE_ROWS and M.row_words % words == 0
-    rows, inside = rows[:, None], inside[:, None]
     factor = _load_factor(record, fill, rows, inside, M, FILL)
     acc = tl.zeros((blocks, 16, 8), tl.float32)
     for step in tl.static_range(num_steps):
@@ -269,9 +332,9 @@ def packed_row_sums(
             ahead += _read_step(record, rows, inside, step + STEPS, M, COLS, whole)
         if FILL:
             _fill_step(fill, rows, inside, step, word, scale, zero, M, COLS)
-        cols = step * COLS + tl.arange(0, COLS)
-        inputs = input_columns(record, fill, rows, cols, M, FILL)
-        x = load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
+        x = inputs
+        if step > 0 or M.order >= 0:
+            x = _input_pairs(vector, record, fill, rows, step, copies, COLS, M, FILL)
         scale, zero = _factors(scale, zero, factor, M, words, exact, INTERPRET)
         word = _existing_codes(word, step, M, words)
         acc = _add_step(acc, x, word, scale, zero, blocks, parts, M, dtype, exact, INTERPRET)

@@ -46,6 +46,22 @@ def _inputs_at(vector, first, NUM_COLUMNS: tl.constexpr, ROWS: tl.constexpr, COL
 
 
 @triton.jit
+def first_inputs(
+    vector,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """What `plain_row_sums` begins with of the vector: as `first_weights` of the weights."""
+    steps: tl.constexpr = (M.columns + COLS - 1) // COLS
+    inputs = ()
+    for step in tl.static_range(min(AHEAD, steps)):
+        inputs += (_inputs_at(vector, step * COLS, M.columns, ROWS, COLS),)
+    return inputs
+
+
+@triton.jit
 def first_weights(
     record,
     rows,
@@ -73,6 +89,7 @@ def plain_row_sums(
     rows,
     inside,
     weights,
+    inputs,
     M: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -84,15 +101,14 @@ def plain_row_sums(
 
     Args:
         weights: see `first_weights`.
+        inputs: see `first_inputs`, at least `AHEAD` steps.
         AHEAD: steps in flight. All steps are laid out one by one, loads ahead of stores: over a
             store that may lead anywhere the compiler moves no load.
     """
     dtype: tl.constexpr = vector.dtype.element_ty
     steps: tl.constexpr = (M.columns + COLS - 1) // COLS
     slot = field_pointer(fill, M.offset, dtype)
-    inputs = ()
-    for step in tl.static_range(min(AHEAD, steps)):
-        inputs += (_inputs_at(vector, step * COLS, M.columns, ROWS, COLS),)
+    inputs_ahead: tl.constexpr = len(inputs)
     # The first product is added to -0, which changes no bit of it.
     acc = tl.full((ROWS, COLS), -0.0, tl.float32)
     for step in tl.static_range(steps):
@@ -100,10 +116,14 @@ def plain_row_sums(
             later = (step + AHEAD) * COLS
             tile = _weights_at(record, rows, inside, later, M, dtype, COLS, WHOLE_ROWS)
             weights += (tile,)
+        if step + inputs_ahead < steps:
+            later = (step + inputs_ahead) * COLS
             inputs += (_inputs_at(vector, later, M.columns, ROWS, COLS),)
         if FILL:
             cols = step * COLS + tl.arange(0, COLS)
-            filled = inside[:, None] & (cols < M.columns)[None, :] & (fill != 0)
+            filled = tl.full((ROWS, COLS), 1, tl.int1) & (fill != 0)
+            if not (WHOLE_ROWS and M.columns % COLS == 0):
+                filled &= inside[:, None] & (cols < M.columns)[None, :]
             tl.store(slot + rows[:, None] * M.columns + cols[None, :], weights[step], mask=filled)
         acc += weights[step].to(tl.float32) * inputs[step].to(tl.float32)
     return tl.sum(acc, 1)

@@ -113,7 +113,13 @@ class FewTokens:
         x_TH, y_TKH = self._block.x_TH, self._y_TKH
         if self._post_norm is not None:
             y_TKH = self._post_norm(y_TKH.to(x_TH.dtype)).float()
-        return self._kernels.combine(y_TKH, self._block.weights_TK, x_TH.dtype, matched=matched)
+        return self._kernels.combine(
+            y_TKH,
+            self._block.weights_TK,
+            x_TH.dtype,
+            matched=matched,
+            behind_experts=self._behind_match and self._post_norm is None,
+        )
 
 
 class ManyTokens:

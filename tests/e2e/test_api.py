@@ -40,7 +40,7 @@ def test_loading_tells_how_far_it_is(chatty: Path) -> None:
         ({"max_model_length": 8}, "unknown option `max_model_length`", "known:"),
         ({"vram": "lots"}, "`vram` is `lots`", "8GiB"),
         ({"vram": -1}, "`vram` is -1", ""),
-        ({"device": "tpu"}, "`device` is `tpu`", "cuda"),
+        ({"device": "tpu"}, "`device` is `tpu`", "did you mean `cpu`"),
         ({"context": 1}, "context.* is 1", ""),
         ({"kernels": "fast"}, "`kernels` is `fast`", "triton"),
         ({"policy": "best"}, "best", ""),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from families import Pocket, open_pocket
-from hotset.checkpoint import loader
+from hotset.checkpoint import filling
 from hotset.core.placement import Placement
 from hotset.runtime.engine import Engine
 from hotset.runtime.verify import (
@@ -102,6 +102,6 @@ def test_a_record_on_the_device_is_loaded_through_host_memory(
     """As on a GPU, where files cannot be read into a slot."""
     with pocket.engine(share=0.5) as roomy:
         want = roomy.logits(pocket.ids[:32])
-    monkeypatch.setattr(loader, "_in_host_memory", lambda record: False)
+    monkeypatch.setattr(filling, "_in_host_memory", lambda tensor: False)
     with short_engine(pocket) as engine:
         assert torch.equal(engine.logits(pocket.ids[:32]), want)

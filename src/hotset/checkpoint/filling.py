@@ -103,7 +103,7 @@ class Filling:
             found = self._memories[key] = {
                 name: memory_of(field)
                 for name, field in fields.items()
-                if field.device.type == "cpu" and field.is_contiguous()
+                if _in_host_memory(field) and field.is_contiguous()
             }
         return found
 
@@ -114,7 +114,7 @@ class Filling:
             self._last.append(partial(self._convert, job, rows))
             return
         (source,) = job.sources
-        if rows.is_contiguous() and rows.dtype == source.dtype and rows.device.type == "cpu":
+        if rows.is_contiguous() and rows.dtype == source.dtype and _in_host_memory(rows):
             self._ask(source, rows)
             return
         read = self._scratch.take(source.shape, source.dtype)
@@ -130,12 +130,12 @@ class Filling:
         those of this projection: another thread may be at the other one's."""
         memory = self._memory(job, fields)
         if len(memory) < len(fields):
-            fields, memory = self._in_host_memory(job.piece.param.field, fields, memory)
+            fields, memory = self._beside(job.piece.param.field, fields, memory)
         matrices, ranges = self._packing.open(job, fields, memory, self._scratch)
         self._matrices += matrices
         self.ranges += ranges
 
-    def _in_host_memory(
+    def _beside(
         self, name: str, fields: Fields, memory: dict[str, memoryview]
     ) -> tuple[Fields, dict[str, memoryview]]:
         """The same with fields of one projection beside the record, copied there at the end."""
@@ -204,3 +204,8 @@ def _copy(read: torch.Tensor, destination: torch.Tensor, sources: Iterable[Sourc
                 hint=f"use `--dtype {entry.dtype}`",
             )
     copy_bits(read.reshape(destination.shape), destination)
+
+
+def _in_host_memory(tensor: torch.Tensor) -> bool:
+    """Whether files can be read into it."""
+    return tensor.device.type == "cpu"

@@ -106,6 +106,9 @@ def test_only_named_origins_may_read(guarded: Scripted, server: Scripted) -> Non
         {"api_keys": ("schlüssel",)},
         {"cors_origins": ("example.org",)},
         {"max_waiting": 0},
+        {"names": ("pocket", " ")},
+        {"allowed_hosts": ("",)},  # or whoever names no host would be let in
+        {"allowed_hosts": ("https://chat.example.org",)},
     ],
     ids=str,
 )
@@ -113,6 +116,10 @@ def test_settings_that_are_none(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as info:
         ServerConfig(**wrong)  # type: ignore[arg-type]
     assert info.value.option is not None
+
+
+def test_an_address_may_be_an_allowed_host() -> None:
+    assert ServerConfig(allowed_hosts=("2001:db8::1", "proxy.example.org"))
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,20 @@ class ServerConfig:
             raise ConfigError(
                 f"`max_waiting` is {self.max_waiting}, the least is 1", option="max_waiting"
             )
+        for name in self.names:
+            if not name.strip():
+                raise ConfigError(
+                    "`served_name` is empty",
+                    hint="write what requests send as `model`, or leave it out",
+                    option="served_name",
+                )
+        for host in self.allowed_hosts:
+            if not _is_host(host):
+                raise ConfigError(
+                    f"`allowed_host` is `{host}`, which is no host name",
+                    hint="write the name alone, as `chat.example.org`",
+                    option="allowed_host",
+                )
         for key in self.api_keys:
             if not key or not key.isascii() or any(letter.isspace() for letter in key):
                 raise ConfigError(
@@ -81,3 +95,12 @@ class ServerConfig:
             return ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _is_host(text: str) -> bool:
+    """Whether it may be a host name or an address, without a scheme or a port."""
+    try:
+        ip_address(text)
+    except ValueError:
+        return bool(text) and not any(letter in "/:" or letter.isspace() for letter in text)
+    return True

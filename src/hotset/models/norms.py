@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hotset.kernels.rms_norm import NormForm, reference, rms_norm
-from hotset.models.kinds import refit
+from hotset.models.kinds import by_form, refit
 
 # Rows of different sizes, so that `eps` shows in some; widths are those of the module.
 _PROBE_SIZES = (1e-4, 1e-3, 1e-2, 0.3, 1.0, 7.0)
@@ -33,12 +33,7 @@ def fuse_norms(model: nn.Module) -> int:
     Returns:
         How many there are.
     """
-
-    def make(module: nn.Module) -> type[nn.Module] | None:
-        form = find_form(module)
-        return None if form is None else _fused(type(module), form)
-
-    return refit(model, make)
+    return refit(model, by_form(find_form, _fused))
 
 
 def find_form(module: nn.Module) -> NormForm | None:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hotset.kernels.rotary import Pairs, RotaryForm, accepts, reference, rotate
+from hotset.models.kinds import refit
 
 # What such functions call their tensors, before anything that may be left out.
 _TENSORS = (("q", "k"), ("x",))
@@ -56,18 +57,8 @@ def fuse_rotary(model: nn.Module) -> int:
     Returns:
         How many modules there are.
     """
-    # One class for all modules of a class: what a compiler has made for one serves the others.
-    classes: dict[type[nn.Module], type[nn.Module] | None] = {}
-    found = 0
-    for module in model.modules():
-        stock = type(module)
-        if stock not in classes:
-            classes[stock] = _fused_class(stock)
-        fused = classes[stock]
-        if fused is not None:
-            module.__class__ = fused
-            found += 1
-    return found
+    # Of a class all: the form is of the function that it calls, and not of a module's settings.
+    return refit(model, lambda module: _fused_class(type(module)), kind=type)
 
 
 def find_forms(function: Any) -> Forms:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from hotset.kernels.topk import accepts, launch_topk, softmax_topk_reference
-from hotset.models.kinds import refit
+from hotset.models.kinds import by_form, refit
 
 _PROBE_TOKENS = 16
 
@@ -51,12 +51,7 @@ def fuse_routers(model: nn.Module) -> int:
     Returns:
         How many there are.
     """
-
-    def make(module: nn.Module) -> type[nn.Module] | None:
-        form = find_form(module)
-        return None if form is None else _fused(type(module), form)
-
-    return refit(model, make)
+    return refit(model, by_form(find_form, _fused))
 
 
 def find_form(module: nn.Module) -> RouterForm | None:

@@ -35,7 +35,7 @@ from hotset.kernels import (
 )
 from hotset.kernels.launch import token_block
 from hotset.kernels.match_reference import LayerMatch
-from hotset.kernels.ranges import group_ranges
+from hotset.kernels.ranges import group_ranges, sort_choices_in_one_launch
 from hotset.kernels.sample_adjust_reference import Adjustments
 from hotset.kernels.sample_reference import Adjusted, SampleParams
 
@@ -187,6 +187,8 @@ def main(capability: int) -> None:
     case("long prompt", experts, 8192, 2880, 2880, OAI, "bfloat16")
     ids_TK = torch.zeros(16, 8, dtype=torch.int64)
     case("group", grouping.group_in_one_program, ids_TK, 128, 16)
+    case("group", grouping.group_by_counting, ids_TK, 128, 128)
+    case("group", sort_choices_in_one_launch, ids_TK, ids_TK.bfloat16(), 128)
     y_TKH = torch.empty(4, 8, 2048)
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
     ranges = group_ranges(ids_TK[:4], 128, block_tokens=64, most_rows=256)

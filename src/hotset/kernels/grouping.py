@@ -71,21 +71,28 @@ def group_tokens(
     """
     num_tokens, top_k = ids_TK.shape
     block_tokens = block_tokens or token_block(num_tokens, top_k, num_experts)
-    small = (
-        0 < ids_TK.numel() <= _MAX_PAIRS_IN_ONE_PROGRAM
-        and num_experts <= _MAX_EXPERTS_IN_ONE_PROGRAM
-    )
-    if small and ids_TK.is_cuda:
-        return group_in_one_program(ids_TK, num_experts, block_tokens)
+    if ids_TK.is_cuda and counts_in_programs(ids_TK, num_experts):
+        if ids_TK.numel() <= _MAX_PAIRS_IN_ONE_PROGRAM:
+            return group_in_one_program(ids_TK, num_experts, block_tokens)
+        return group_by_counting(ids_TK, num_experts, block_tokens)
     return group_by_sorting(ids_TK, num_experts, block_tokens)
+
+
+def counts_in_programs(ids_TK: torch.Tensor, num_experts: int) -> bool:
+    """Whether there is something to group, and a program can hold the counts of all experts."""
+    return ids_TK.numel() > 0 and num_experts <= _MAX_EXPERTS_IN_ONE_PROGRAM
+
+
+def keys_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """The same ids, padding as expert E."""
+    return ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
 
 
 def group_by_sorting(ids_TK: torch.Tensor, num_experts: int, block_tokens: int) -> Grouping:
     """`group_tokens` in torch ops, for any size and device."""
     ids_N = ids_TK.reshape(-1)
     device, num_pairs = ids_N.device, ids_N.numel()
-    padded_N = (ids_N < 0) | (ids_N >= num_experts)
-    key_N = ids_N.masked_fill(padded_N, num_experts)
+    key_N = keys_of(ids_N, num_experts)
     sorted_N, order_N = torch.sort(key_N, stable=True)
     edges = torch.arange(num_experts + 2, device=device, dtype=key_N.dtype)
     bounds = torch.searchsorted(sorted_N, edges, out_int32=True)
@@ -113,19 +120,49 @@ def group_in_one_program(ids_TK: torch.Tensor, num_experts: int, block_tokens: i
     """`group_tokens` in one launch, for a decode step's few pairs."""
     from hotset.kernels.group_kernel import launch_group
 
+    grouping = _room(ids_TK, num_experts, block_tokens)
+    launch_group(ids_TK, grouping)
+    return grouping
+
+
+def group_by_counting(
+    ids_TK: torch.Tensor,
+    num_experts: int,
+    block_tokens: int,
+    *,
+    place_N: torch.Tensor | None = None,
+    first_block: torch.Tensor | None = None,
+) -> Grouping:
+    """`group_tokens` in three launches, for the many pairs of a prompt.
+
+    Args:
+        place_N: int32 [N], written: the place of each pair in `order_N`.
+        first_block: int32 [E + 1], written: blocks of the experts before each.
+    """
+    from hotset.kernels.group_sort import launch_sort
+
+    grouping = _room(ids_TK, num_experts, block_tokens)
+    if place_N is None:
+        place_N = torch.empty_like(grouping.order_N)
+    if first_block is None:
+        first_block = torch.empty_like(grouping.bounds[1:])
+    launch_sort(ids_TK, grouping, place_N=place_N, first_block=first_block)
+    return grouping
+
+
+def _room(ids_TK: torch.Tensor, num_experts: int, block_tokens: int) -> Grouping:
+    """A grouping that is not filled in; behind `counts_E` there is room for one more."""
     num_pairs = ids_TK.numel()
     num_blocks = max_blocks(num_pairs, num_experts, block_tokens)
 
     def int32(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int32, device=ids_TK.device)
 
-    grouping = Grouping(
+    return Grouping(
         order_N=int32(num_pairs),
-        counts_E=int32(num_experts),
+        counts_E=int32(num_experts + 1)[:-1],
         bounds=int32(num_experts + 2),
         block_expert_B=int32(num_blocks),
         block_start_B=int32(num_blocks),
         block_tokens=block_tokens,
     )
-    launch_group(ids_TK, grouping)
-    return grouping

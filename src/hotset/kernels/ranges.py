@@ -12,7 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hotset.kernels.grouping import Grouping, group_tokens
+from hotset.kernels.grouping import (
+    Grouping,
+    counts_in_programs,
+    group_by_counting,
+    group_by_sorting,
+    keys_of,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,40 @@ class Ranges:
             yield start, min(size, most - start)
 
 
+def sort_choices(
+    ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's choices by expert: then the order of its sum is the order of the ranges.
+
+    Args:
+        ids_TK: [T, K] integers of any strides; padding becomes E.
+        weights_TK: [T, K] of any dtype and strides.
+
+    Returns:
+        ids, int32, and their weights, both contiguous; equal ids in the order of the choices.
+    """
+    if ids_TK.is_cuda and ids_TK.numel() > 0:
+        return sort_choices_in_one_launch(ids_TK, weights_TK, num_experts)
+    ids_TK, order_TK = keys_of(ids_TK, num_experts).sort(dim=1, stable=True)
+    return ids_TK.to(torch.int32).contiguous(), weights_TK.gather(1, order_TK).contiguous()
+
+
+def sort_choices_in_one_launch(
+    ids_TK: torch.Tensor, weights_TK: torch.Tensor, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sort_choices` in registers: each of a token's choices is compared with the others."""
+    from hotset.kernels.group_sort import launch_choices
+
+    sorted_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=ids_TK.device)
+    sorted_weights_TK = torch.empty(
+        weights_TK.shape, dtype=weights_TK.dtype, device=weights_TK.device
+    )
+    launch_choices(
+        ids_TK, weights_TK, num_experts, sorted_TK=sorted_TK, sorted_weights_TK=sorted_weights_TK
+    )
+    return sorted_TK, sorted_weights_TK
+
+
 def group_ranges(
     ids_TK: torch.Tensor, num_experts: int, *, block_tokens: int, most_rows: int
 ) -> Ranges:
@@ -65,12 +105,22 @@ def group_ranges(
         block_tokens: pairs of a block.
         most_rows: pairs of a window, at least one block's.
     """
-    grouping = group_tokens(ids_TK, num_experts, block_tokens=block_tokens)
-    order_N, counts_E = grouping.order_N, grouping.counts_E
-    first_block = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids_TK.device)
-    torch.cumsum((counts_E + (block_tokens - 1)) // block_tokens, 0, out=first_block[1:])
-    place_N = torch.empty_like(order_N)
-    places = torch.arange(len(order_N), dtype=torch.int32, device=ids_TK.device)
-    place_N.scatter_(0, order_N.long(), places)
     most_blocks = max(1, most_rows // block_tokens)
-    return Ranges(ids_TK, grouping, first_block, place_N.view(ids_TK.shape), most_blocks)
+    place_TK = torch.empty(ids_TK.shape, dtype=torch.int32, device=ids_TK.device)
+    first_block = torch.empty(num_experts + 1, dtype=torch.int32, device=ids_TK.device)
+    if ids_TK.is_cuda and counts_in_programs(ids_TK, num_experts):
+        grouping = group_by_counting(
+            ids_TK,
+            num_experts,
+            block_tokens,
+            place_N=place_TK.view(-1),
+            first_block=first_block,
+        )
+    else:
+        grouping = group_by_sorting(ids_TK, num_experts, block_tokens)
+        first_block[0] = 0
+        blocks_E = (grouping.counts_E + (block_tokens - 1)) // block_tokens
+        torch.cumsum(blocks_E, 0, out=first_block[1:])
+        places = torch.arange(ids_TK.numel(), dtype=torch.int32, device=ids_TK.device)
+        place_TK.view(-1).scatter_(0, grouping.order_N.long(), places)
+    return Ranges(ids_TK, grouping, first_block, place_TK, most_blocks)

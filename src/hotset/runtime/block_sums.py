@@ -16,7 +16,7 @@ from hotset.core.geometry import ExpertSpec
 from hotset.core.slot_pools import IntArray
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.match_reference import LayerMatch
-from hotset.kernels.ranges import group_ranges
+from hotset.kernels.ranges import group_ranges, sort_choices
 from hotset.runtime.blocks import Block
 
 PostNorm = Callable[[torch.Tensor], torch.Tensor]
@@ -150,11 +150,9 @@ class ManyTokens:
         assert len(blocks) == 1 or kernels.joins_blocks
         block = Block.joined(blocks)
         self._x_TH = block.x_TH
-        # Each token's choices by expert: then the order of its sum is the order of the ranges.
-        ids_TK, place_TK = block.ids_TK.sort(dim=1, stable=True)
-        self._weights_TK = block.weights_TK.gather(1, place_TK).contiguous()
+        ids_TK, self._weights_TK = sort_choices(block.ids_TK, block.weights_TK, num_experts)
         self._ranges = group_ranges(
-            ids_TK.contiguous(), num_experts, block_tokens=kernel_tokens, most_rows=most_rows
+            ids_TK, num_experts, block_tokens=kernel_tokens, most_rows=most_rows
         )
         self._sum_TH = torch.zeros_like(block.x_TH, dtype=torch.float32)
         self._blocks_E: IntArray | None = None

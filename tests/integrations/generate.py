@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+import changed
 import simulated_graphs
 
 from hotset.core.errors import ConfigError
@@ -32,6 +33,8 @@ def main(job: dict[str, Any]) -> None:
         simulated_graphs.BREAK.get(simulated, lambda: None)()
     from vllm import LLM, SamplingParams
 
+    if "changed" in job:
+        changed.CHANGES[job["changed"]]()  # behind vLLM's import, which imports transformers anew
     options = dict(job.get("options", {}))
     hotset = job.get("hotset")
     if hotset is not None:
@@ -55,8 +58,10 @@ def main(job: dict[str, Any]) -> None:
     answer["graphs"] = simulated_graphs.counts
     if hotset is not None:
         answer["traffic before"] = before  # vLLM runs the model to measure and to capture it
-        for name in ("traffic", "summary", "verify"):
+        for name in ("traffic", "summary"):
             answer[name] = llm.collective_rpc(f"hotset_{name}")
+        if job.get("ask_to_verify", True):
+            answer["verify"] = llm.collective_rpc("hotset_verify")
     if "call" in job:
         answer["said"] = said_by(llm, job["call"])
         again = llm.generate(prompts, sampling, use_tqdm=False)

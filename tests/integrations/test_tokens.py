@@ -168,7 +168,7 @@ def test_other_weights_give_other_tokens(run_vllm: Run, tmp_path: Path) -> None:
         ({"hotset": {"vramm": "1MiB"}}, "did you mean `vram`?"),
         ({"hotset": {}}, "`vram` is not set"),
         (
-            {"hotset": {"vram": 0, "verify": True}, "options": {"load_format": "dummy"}},
+            {"hotset": {"vram": 0, "verify": True}, "changed": "one wrong bit"},
             "of expert 0 differs from the checkpoint",
         ),
         (

@@ -27,7 +27,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from hotset.core.geometry import MoELayer
 from hotset.integrations.vllm import cpu_routing, records
-from hotset.integrations.vllm.checks import require_verified
+from hotset.integrations.vllm.checks import check_verifiable, require_verified
 from hotset.integrations.vllm.config import KEY, PluginConfig
 from hotset.integrations.vllm.graphs import HotsetRunner, leave_graphs
 from hotset.integrations.vllm.metrics import serve_counts
@@ -89,7 +89,6 @@ class HotsetMethod(FusedMoEMethodBase):
             logger.info("%s", self._model.summary())
             if self._model.config.verify:
                 require_verified(self._model, self._vllm_config)
-                logger.info("hotset: every record, slot and placement is verified")
             port = self._model.config.metrics_port
             if port is not None:
                 serve_counts(self._model, port=port, rank=get_tensor_model_parallel_rank())
@@ -143,11 +142,14 @@ def model_of(vllm_config: VllmConfig, config: PluginConfig) -> ModelExperts:
     """The model that is being built, made with its first layer.
 
     Raises:
-        ConfigError: an option of vLLM's that does not work with hotset.
+        ConfigError: an option of vLLM's that does not work with hotset; `verify` where files
+            cannot be compared with.
     """
     context: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     if KEY not in context:
         check_engine(vllm_config)
+        if config.verify:
+            check_verifiable(vllm_config)
         leave_graphs(vllm_config)
         refuse_reloading()
         context[KEY] = ModelExperts(config, torch.device(vllm_config.device_config.device))

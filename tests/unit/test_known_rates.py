@@ -14,7 +14,7 @@ from hotset.core.hardware import Machine
 from hotset.core.hit_curve import assumed_curve
 from hotset.core.machine import Figure, MachineDescription
 from hotset.core.speed import SpeedModel, Workload
-from hotset.core.staging import COPY_GBPS, LINK_GBPS
+from hotset.core.staging import COPY_GBPS, LINK_GBPS, PRODUCT_TFLOPS, Reads
 from hotset.runtime.known_rates import KEPT_DAYS, described, kept_file, kept_rates, staging_rule
 
 H200 = replace(gpu(), device_name="NVIDIA H200")
@@ -108,11 +108,13 @@ def test_staging_weighs_by_what_is_known(tmp_path: Path) -> None:
     keep(tmp_path, H200)
     known = staging_rule(qwen3_30b(), config, described(H200, folder=tmp_path))
     assert (known.link_gbps, known.copy_gbps) == (12.0, 13.0)
-    # Eight records, each read twice in place: on an H200 2.97 ms, and 1.47 with copies and two
+    assert unknown.product_tflops == PRODUCT_TFLOPS
+    assert known.product_tflops == described(H200, folder=tmp_path).rates().expert_tflops
+    # Eight records, each read twice in place: on an H200 2.97 ms, and 1.42 with copies and two
     # groups. Where the copy engine has a tenth of the link's rate it does not pay.
-    layer = {"num_reads": 16, "record_bytes": 9_437_184, "group_records": 4}
-    assert unknown.use_ring(range(8), **layer)
+    reads = Reads(range(8), 16, 0, record_bytes=9_437_184, flops=0.0)
+    assert unknown.use_ring(reads, group_records=4)
     slow = replace(known, copy_gbps=1.2)
-    assert not slow.use_ring(range(8), **layer)
+    assert not slow.use_ring(reads, group_records=4)
     forced = staging_rule(qwen3_30b(), replace(config, staging="in-place"), None)
-    assert not forced.use_ring(range(8), **layer)
+    assert not forced.use_ring(reads, group_records=4)

@@ -203,11 +203,7 @@ class PrefillRun:
             kernels=engine.kernels,
             log=engine.steps.log,
             stream=stream,
-            staging=StagingRule(
-                engine.config.staging,
-                link_gbps=self._rates.link_gbps,
-                copy_gbps=self._rates.copy_gbps,
-            ),
+            staging=StagingRule.at(engine.config.staging, self._rates),
             tee=Tee(engine.policy, engine.store) if engine.policy.moves else None,
         )
 

@@ -2,8 +2,9 @@
 are dequantised before they are multiplied, and sizes of blocks.
 
 Pure arithmetic on counts, bytes and rates. In place, a record is read once for each kernel block
-that has tokens for it, at the zero-copy rate; staged, it is copied once, and each copy and each
-group takes a moment to set off. Neither changes a bit of the output.
+that has tokens for it, at the zero-copy rate; staged, it is copied once, beside what the device
+computes, and each copy and each group takes a moment to set off. Neither changes a bit of the
+output.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hotset.core.config import STAGING
+from hotset.core.costmodel import Rates
 from hotset.core.geometry import ExpertSpec
 
 # H200 behind PCIe 5.0 x16, GB/s: kernels reading page-locked memory, and long copies.
@@ -23,6 +25,8 @@ COPY_GBPS = 55.2
 COPY_US = 3.0
 # Launches, events and an address row for a group, in host time that the device may wait for.
 GROUP_US = 50.0
+# The same machine multiplies the tokens of many experts at this rate.
+PRODUCT_TFLOPS = 394.0
 
 # Buffers of the staging ring: one is computed on while the other is filled.
 NUM_BUFFERS = 2
@@ -51,40 +55,81 @@ _DEQUANTISED_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
+class Reads:
+    """What a layer of one forward reads of the records that have no slot, and what it computes.
+
+    Attributes:
+        missing: routed experts without a slot, ascending.
+        num_multiplied: (expert, kernel block) pairs among them that multiply with the record as it
+            is read.
+        num_dequantised: experts among them that are dequantised first, for all blocks.
+        record_bytes: of one.
+        flops: of all experts' products, those with a slot included.
+    """
+
+    missing: Sequence[int]
+    num_multiplied: int
+    num_dequantised: int
+    record_bytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
 class StagingRule:
     """Chooses for one layer of one forward.
 
     Attributes:
         mode: `in-place` or `ring` forces it; `None` takes the cheaper.
-        link_gbps, copy_gbps: of this machine.
+        link_gbps, copy_gbps, product_tflops: of this machine.
     """
 
     mode: str | None = None
     link_gbps: float = LINK_GBPS
     copy_gbps: float = COPY_GBPS
+    product_tflops: float = PRODUCT_TFLOPS
 
     def __post_init__(self) -> None:
         assert self.mode is None or self.mode in STAGING, self.mode
 
-    def use_ring(
-        self, missing: Sequence[int], *, num_reads: int, record_bytes: int, group_records: int
-    ) -> bool:
+    @classmethod
+    def at(cls, mode: str | None, rates: Rates) -> StagingRule:
+        """The rule of a machine; its products go at an H200's rate where nobody knows theirs."""
+        return cls(
+            mode,
+            link_gbps=rates.link_gbps,
+            copy_gbps=rates.copy_gbps,
+            product_tflops=rates.expert_tflops or rates.gemm_tflops or PRODUCT_TFLOPS,
+        )
+
+    def use_ring(self, reads: Reads, *, group_records: int) -> bool:
         """Whether staging is the cheaper.
 
         Args:
-            missing: routed experts without a slot, ascending.
-            num_reads: (expert, kernel block) pairs among them: each is a read in place.
             group_records: records of a staging buffer.
         """
         if self.mode is not None:
             return self.mode == "ring"
-        if not missing:
+        if not reads.missing:
             return False
+        return self._staged_us(reads, group_records) < self._in_place_us(reads)
+
+    def _in_place_us(self, reads: Reads) -> float:
+        """Products run beside the reads of their own kernel; what dequantises reads alone."""
+        record_us = reads.record_bytes / self.link_gbps / 1e3
+        products_us = reads.flops / self.product_tflops / 1e6
+        return (
+            max(reads.num_multiplied * record_us, products_us) + reads.num_dequantised * record_us
+        )
+
+    def _staged_us(self, reads: Reads, group_records: int) -> float:
+        """Link and device side by side, except for one of the groups on either: the link's first
+        one, or the device's last."""
+        missing = reads.missing
         num_copies = 1 + sum(b != a + 1 for a, b in pairwise(missing))
         num_groups = -(-len(missing) // group_records)
-        in_place_us = num_reads * record_bytes / self.link_gbps / 1e3
-        ring_us = len(missing) * record_bytes / self.copy_gbps / 1e3
-        return ring_us + num_copies * COPY_US + num_groups * GROUP_US < in_place_us
+        link_us = len(missing) * reads.record_bytes / self.copy_gbps / 1e3 + num_copies * COPY_US
+        device_us = max(reads.flops / self.product_tflops / 1e6, num_groups * GROUP_US)
+        return max(link_us, device_us) + min(link_us, device_us) / num_groups
 
 
 @dataclass(frozen=True)

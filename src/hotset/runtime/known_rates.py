@@ -52,7 +52,7 @@ def staging_rule(
     if known is None:
         return StagingRule(config.staging)
     rates = known.rates(record_bytes=max(layer.expert.record_bytes for layer in geometry.layers))
-    return StagingRule(config.staging, link_gbps=rates.link_gbps, copy_gbps=rates.copy_gbps)
+    return StagingRule.at(config.staging, rates)
 
 
 def kept_folder() -> Path:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from hotset.core.prompt_cost import expert_flops
 from hotset.core.slot_pools import BoolArray, IntArray
-from hotset.core.staging import DequantiseRule, StagingRule, block_tokens
+from hotset.core.staging import DequantiseRule, Reads, StagingRule, block_tokens
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.launch import token_block
@@ -212,14 +213,16 @@ class MoERunner:
         reads_PE = -(-counts_PE // kernel_tokens_P1)
         # Dequantised, a record is read once for all its blocks.
         plain_P = np.array([self._is_dequantised(one) for one in sums])
+        reads_E = reads_PE[~plain_P].sum(axis=0)
         once_E = counts_PE[plain_P].sum(axis=0) > 0
-        reads_E = reads_PE[~plain_P].sum(axis=0) + once_E
-        return self._staging.use_ring(
-            np.flatnonzero(missing_E).tolist(),
-            num_reads=int(reads_E[missing_E].sum()),
+        reads = Reads(
+            missing=np.flatnonzero(missing_E).tolist(),
+            num_multiplied=int(reads_E[missing_E].sum()),
+            num_dequantised=int(once_E[missing_E].sum()),
             record_bytes=self._spec.expert.record_bytes,
-            group_records=self._stream.room(self._layer),
+            flops=float(expert_flops(self._spec) * counts_PE.sum()),
         )
+        return self._staging.use_ring(reads, group_records=self._stream.room(self._layer))
 
     def _add_groups(
         self, adders: Sequence[Adds], stream: ExpertStream, need: Callable[[], Need]

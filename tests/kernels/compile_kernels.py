@@ -192,7 +192,8 @@ def main(capability: int) -> None:
     y_TKH = torch.empty(4, 8, 2048)
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
     ranges = group_ranges(ids_TK[:4], 128, block_tokens=64, most_rows=256)
-    sums = {"ranges": ranges, "window": (16, 80, 0, 4), "out_TH": torch.empty(4, 2048)}
+    window, sum_TH = (16, 80, 0, 4), torch.empty(4, 2048)
+    sums = {"ranges": ranges, "window": window, "sum_TH": sum_TH, "out_TH": sum_TH.bfloat16()}
     case("accumulate", moe_prompt.accumulate, y_TKH[0], torch.empty(4, 8), **sums)
     few, many = layer_match(128, 8), layer_match(1024, 127)
     case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, matched=few)

@@ -87,18 +87,25 @@ def sorted_ids(num_tokens: int, top_k: int, num_experts: int) -> torch.Tensor:
     """Distinct ids of each token in ascending order; the first token is padding."""
     source = torch.Generator().manual_seed(1)
     ids_TK = torch.rand(num_tokens, num_experts, generator=source).argsort(dim=1)[:, :top_k]
-    ids_TK[0] = -1
+    ids_TK[0] = num_experts
     return ids_TK.sort(dim=1).values.to(DEVICE)
+
+
+def room(y_TKH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums that begin with what must not be read, and outputs of tokens without an expert."""
+    shape = (len(y_TKH), y_TKH.shape[2])
+    return torch.full(shape, torch.nan, device=DEVICE), torch.zeros(shape, device=DEVICE)
 
 
 def reference_sum(edges: list[int], y_TKH: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """The sum over ranges of experts that end at `edges`; other rows of `y` are NaN meanwhile."""
     ids_TK = sorted_ids(*weights_TK.shape, edges[-1])
-    out_TH = torch.zeros(len(y_TKH), y_TKH.shape[2], device=DEVICE)
+    sum_TH, out_TH = room(y_TKH)
     for first, stop in zip([0, *edges[:-1]], edges, strict=True):
         inside = ((ids_TK >= first) & (ids_TK < stop))[..., None]
         y = torch.where(inside, y_TKH, torch.nan)
-        reference.accumulate(y, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
+        sums = {"num_experts": edges[-1], "sum_TH": sum_TH, "out_TH": out_TH}
+        reference.accumulate(y, ids_TK, weights_TK, first=first, stop=stop, **sums)
     return out_TH
 
 
@@ -111,7 +118,8 @@ def triton_sum(
     order_N = ranges.grouping.order_N.long()
     starts, first_block = ranges.grouping.block_start_B.tolist(), ranges.first_block.tolist()
     bounds, y_NH = ranges.grouping.bounds.tolist(), y_TKH.flatten(0, 1)[order_N]
-    out_TH = torch.zeros(len(y_TKH), y_TKH.shape[2], device=DEVICE)
+    sum_TH, out_TH = room(y_TKH)
+    sums = {"ranges": ranges, "sum_TH": sum_TH, "out_TH": out_TH}
     for first, stop in zip([0, *edges[:-1]], edges, strict=True):
         for skip, size in ranges.windows(None):
             begin, end = first_block[first] + skip, first_block[stop]
@@ -119,8 +127,7 @@ def triton_sum(
             if begin < end:
                 last = bounds[stop] if begin + size >= end else starts[begin + size]
                 y_RH[: last - starts[begin]] = y_NH[starts[begin] : last]
-            window = (first, stop, skip, size)
-            accumulate(y_RH, weights_TK, ranges=ranges, window=window, out_TH=out_TH)
+            accumulate(y_RH, weights_TK, window=(first, stop, skip, size), **sums)
     return out_TH
 
 

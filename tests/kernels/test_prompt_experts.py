@@ -9,7 +9,7 @@ from hotset.core.formats import int4
 from hotset.kernels.dispatch import ReferenceKernels, TritonKernels
 from hotset.kernels.grouping import group_tokens
 from hotset.kernels.moe_prompt import expert_rows
-from hotset.kernels.ranges import Ranges, group_ranges
+from hotset.kernels.ranges import Ranges, group_ranges, sort_choices
 from kernels.support import DEVICE, Experts, make_experts, make_inputs
 
 TRITON, REFERENCE = TritonKernels(), ReferenceKernels()
@@ -22,10 +22,10 @@ def routed(
     """Inputs, weights, and ids of ascending rows, most of which expert 1 has, and expert 4 none."""
     x_TH, ids_TK = make_inputs(experts, num_tokens, TOP_K)
     ids_TK[ids_TK == 4] = 1
-    ids_TK = ids_TK.sort(dim=1).values
     weights_TK = torch.rand(num_tokens, TOP_K, generator=torch.Generator().manual_seed(5))
+    ids_TK, weights_TK = sort_choices(ids_TK, weights_TK.to(DEVICE), NUM_EXPERTS)
     ranges = group_ranges(ids_TK, NUM_EXPERTS, block_tokens=BLOCK, most_rows=most_rows)
-    return x_TH, weights_TK.to(DEVICE), ranges
+    return x_TH, weights_TK, ranges
 
 
 def added(
@@ -38,7 +38,8 @@ def added(
     known: bool = False,
     kernels: TritonKernels | ReferenceKernels = TRITON,
 ) -> torch.Tensor:
-    out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+    sum_TH = torch.full_like(x_TH, torch.nan, dtype=torch.float32)
+    out_TH = torch.zeros_like(x_TH)
     first_block = ranges.first_block.tolist()
     for first, stop in zip([0, *edges[:-1]], edges, strict=True):
         # Outside the range addresses mean nothing.
@@ -52,6 +53,7 @@ def added(
             ranges=ranges,
             first=first,
             stop=stop,
+            sum_TH=sum_TH,
             out_TH=out_TH,
             num_blocks=first_block[stop] - first_block[first] if known else None,
         )
@@ -98,10 +100,10 @@ def test_joined_blocks_keep_their_bits() -> None:
 
 def test_a_norm_comes_before_the_weights() -> None:
     """Outputs are clamped to a value that most exceed: sums are then near multiples of it."""
-    experts = make_experts(NUM_EXPERTS, hidden=37, intermediate=23, dtype="bfloat16")
+    experts = make_experts(NUM_EXPERTS, hidden=37, intermediate=23, dtype="float32")
     x_TH, weights_TK, ranges = routed(experts, 20)
     for kernels in (TRITON, REFERENCE):
-        out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+        out_TH = torch.zeros_like(x_TH)
         kernels.add_experts(
             x_TH,
             weights_TK,
@@ -110,6 +112,7 @@ def test_a_norm_comes_before_the_weights() -> None:
             ranges=ranges,
             first=0,
             stop=NUM_EXPERTS,
+            sum_TH=torch.full_like(x_TH, torch.nan),
             out_TH=out_TH,
             post_norm=torch.sign,
         )
@@ -134,8 +137,8 @@ def test_packed_records() -> None:
     x_TH, weights_TK, ranges = routed(packed, 20)
     got = added(packed, x_TH, weights_TK, ranges, [2, 6])
     want = added(Experts(spec, records), x_TH, weights_TK, ranges, [6], kernels=REFERENCE)
-    # FP32 sums in another order move h by a unit of BF16 at most here and there.
-    bound = 2.0**-8 * want.abs().max()
+    # FP32 sums in another order move h by a unit of BF16 at most here and there, and then the sum.
+    bound = 2 * 2.0**-8 * want.abs().max()
     assert (got - want).abs().max() <= bound
     assert (got - want.roll(1, 0)).abs().max() > 10 * bound, "control"
 
@@ -153,6 +156,22 @@ def test_windows_cover_a_range_once() -> None:
     assert ranges.first_block.tolist() == [0, 5, 10, 15, 20, 25]
     places = ranges.place_TK.flatten()
     assert torch.equal(grouping.order_N[places.long()], torch.arange(400, device=DEVICE).int())
+
+
+@pytest.mark.parametrize("kernels", [TRITON, REFERENCE])
+def test_a_token_without_experts_gets_nothing(kernels) -> None:
+    """Neither does one whose last expert is still to come."""
+    experts = make_experts(NUM_EXPERTS, hidden=37, intermediate=23, dtype="bfloat16")
+    x_TH, weights_TK, _ = routed(experts, 20)
+    ids_TK = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE).expand(20, 3).clone()
+    ids_TK[3] = NUM_EXPERTS
+    ids_TK[4] = torch.tensor([1, 1, NUM_EXPERTS])
+    ranges = group_ranges(ids_TK, NUM_EXPERTS, block_tokens=BLOCK, most_rows=BLOCK)
+    before = added(experts, x_TH, weights_TK, ranges, [2, 5], kernels=kernels)
+    assert before[4].any() and not before[:4].any() and not before[5:].any()
+    whole = added(experts, x_TH, weights_TK, ranges, [2, 5, 6], kernels=kernels)
+    assert not whole[3].any() and torch.equal(whole[4], before[4])
+    assert whole[torch.arange(20) != 3].any(dim=1).all() and not whole.isnan().any()
 
 
 def test_a_window_behind_the_range_writes_nothing() -> None:

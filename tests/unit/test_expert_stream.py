@@ -310,9 +310,9 @@ def test_the_control_another_order_of_groups_shows(
     sums: list[torch.Tensor] = []
 
     class Watching(ReferenceKernels):
-        def add_experts(self, *args, out_TH, **kwargs) -> None:
-            sums.append(out_TH)
-            super().add_experts(*args, out_TH=out_TH, **kwargs)
+        def add_experts(self, *args, sum_TH, **kwargs) -> None:
+            sums.append(sum_TH)
+            super().add_experts(*args, sum_TH=sum_TH, **kwargs)
 
     def run() -> torch.Tensor:
         chosen = runner(store, use_ring=True)

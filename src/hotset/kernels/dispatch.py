@@ -130,6 +130,7 @@ class Kernels(Protocol):
         ranges: Ranges,
         first: int,
         stop: int,
+        sum_TH: torch.Tensor,
         out_TH: torch.Tensor,
         num_blocks: int | None = None,
         post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -137,15 +138,16 @@ class Kernels(Protocol):
         """Runs experts first .. stop - 1 on a prompt's tokens and adds weights[t, k] * y[t, k].
 
         In ascending k, each term rounded into the FP32 sum as it is added. As each row's ids
-        ascend, with ranges that follow each other a row's sum has the same bits however the
-        experts are cut into ranges.
+        ascend, a row's sum has the same bits however the experts are cut into ranges, which
+        follow each other from the first expert to the last.
 
         Args:
             x_TH, address_E, spec: as for `expert_outputs`; every expert of the range that has
                 tokens has an address.
             weights_TK: routing weights, contiguous, in the order of `ranges.ids_TK`.
             ranges: of the routed ids.
-            out_TH: FP32 [T, H], added to.
+            sum_TH: FP32 [T, H], added to; read of a token only behind its first expert.
+            out_TH: [T, H] in the dtype of `x_TH`; a token's row is written with its last expert.
             num_blocks: of the range, where the host knows it; saves launches that run nothing.
             post_norm: applied to each output, rounded to the model's dtype, before it is weighted.
         """
@@ -211,6 +213,7 @@ class ReferenceKernels:
         ranges: Ranges,
         first: int,
         stop: int,
+        sum_TH: torch.Tensor,
         out_TH: torch.Tensor,
         num_blocks: int | None = None,
         post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -224,6 +227,7 @@ class ReferenceKernels:
             ids_TK=ranges.ids_TK,
             first=first,
             stop=stop,
+            sum_TH=sum_TH,
             out_TH=out_TH,
             post_norm=post_norm,
         )
@@ -313,6 +317,7 @@ class TritonKernels:
         ranges: Ranges,
         first: int,
         stop: int,
+        sum_TH: torch.Tensor,
         out_TH: torch.Tensor,
         num_blocks: int | None = None,
         post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
@@ -321,8 +326,9 @@ class TritonKernels:
 
         check_inputs(x_TH, ranges.ids_TK, address_E, spec, None)
         assert weights_TK.is_contiguous() and weights_TK.shape == ranges.ids_TK.shape
-        assert out_TH.shape == x_TH.shape and out_TH.dtype == torch.float32
-        assert out_TH.is_contiguous()
+        assert sum_TH.shape == out_TH.shape == x_TH.shape
+        assert sum_TH.dtype == torch.float32 and out_TH.dtype == x_TH.dtype
+        assert sum_TH.is_contiguous() and out_TH.is_contiguous()
         add_experts(
             x_TH,
             weights_TK,
@@ -331,6 +337,7 @@ class TritonKernels:
             ranges=ranges,
             first=first,
             stop=stop,
+            sum_TH=sum_TH,
             out_TH=out_TH,
             num_blocks=num_blocks,
             post_norm=post_norm,

@@ -1,7 +1,8 @@
 """Prompts: experts first .. stop - 1 on their tokens, added to each token's running sum.
 
     u = W_up x (+ up_bias); h = round(gate(u)); y = W_down h (+ down_bias)
-    out_t += weights[t, k] * y[t, k], for the range's k in ascending order; all sums in FP32
+    sum_t += weights[t, k] * y[t, k], for the range's k in ascending order; all sums in FP32
+    out_t = round(sum_t), behind the last expert that the token has
 
 A grouped GEMM over the blocks of a range (`ranges`), by as many programs as the device runs at a
 time, each of which takes tiles in turn: the launch for a few experts costs what those cost, and a
@@ -23,6 +24,7 @@ from hotset.core.geometry import ExpertSpec
 from hotset.kernels.device import (
     apply_gate,
     gate_constants,
+    is_interpreted,
     load_bias,
     round_to,
     up_rows,
@@ -172,15 +174,18 @@ def _accumulate_kernel(
     bounds,
     block_start,
     first_block,
+    sum_TH,
     out_TH,
     first,
     stop,
     skip,
     size,
+    num_experts,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
     begin, end, first_place = _window(first_block, block_start, first, stop, skip, size)
     if begin >= end:
@@ -195,17 +200,25 @@ def _accumulate_kernel(
     places = tl.load(place_TK + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
     if tl.sum(((places >= first_place) & (places < end_place)).to(tl.int32)) == 0:
         return
+    # A row's places ascend, padding last: no choice before the window has nothing been added, and
+    # with none behind it the sum is whole.
+    begins = tl.load(place_TK + token * TOP_K) >= first_place
+    num_pairs = tl.load(bounds + num_experts)
+    ends = tl.sum(((places >= end_place) & (places < num_pairs)).to(tl.int32)) == 0
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < HIDDEN
-    out = out_TH + token * HIDDEN + h
-    acc = tl.load(out, mask=inside, other=0.0)
+    row = token * HIDDEN + h
+    acc = tl.load(sum_TH + row, mask=inside & (begins == 0), other=0.0)
     for k in range(TOP_K):
         place = tl.load(place_TK + token * TOP_K + k)
         if (place >= first_place) & (place < end_place):
             weight = tl.load(weights_TK + token * TOP_K + k).to(tl.float32)
-            row = (place - first_place).to(tl.int64)
-            acc += weight * tl.load(y_RH + row * HIDDEN + h, mask=inside, other=0.0)
-    tl.store(out, acc, mask=inside)
+            y = y_RH + (place - first_place).to(tl.int64) * HIDDEN + h
+            acc += weight * tl.load(y, mask=inside, other=0.0)
+    if ends:
+        tl.store(out_TH + row, round_to(acc, out_TH.dtype.element_ty, INTERPRET), mask=inside)
+    else:
+        tl.store(sum_TH + row, acc, mask=inside)
 
 
 def add_experts(
@@ -217,11 +230,12 @@ def add_experts(
     ranges: Ranges,
     first: int,
     stop: int,
+    sum_TH: torch.Tensor,
     out_TH: torch.Tensor,
     num_blocks: int | None = None,
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Adds a range of experts to `out_TH`; see `dispatch.Kernels.add_experts`."""
+    """Adds a range of experts to its tokens' sums; see `dispatch.Kernels.add_experts`."""
     h_RI = x_TH.new_empty(ranges.most_rows, spec.intermediate)
     y_RH = x_TH.new_empty(ranges.most_rows, spec.hidden, dtype=torch.float32)
     for skip, size in ranges.windows(num_blocks):
@@ -230,7 +244,9 @@ def add_experts(
         normed_RH = y_RH
         if post_norm is not None:
             normed_RH = post_norm(y_RH.to(x_TH.dtype)).float()
-        accumulate(normed_RH, weights_TK, ranges=ranges, window=window, out_TH=out_TH)
+        accumulate(
+            normed_RH, weights_TK, ranges=ranges, window=window, sum_TH=sum_TH, out_TH=out_TH
+        )
 
 
 def expert_rows(
@@ -291,9 +307,11 @@ def accumulate(
     *,
     ranges: Ranges,
     window: tuple[int, int, int, int],
+    sum_TH: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Adds the outputs of a window to its tokens' sums; arguments as of `expert_rows`."""
+    """Adds the outputs of a window to its tokens' sums; arguments as of `expert_rows`, and
+    `sum_TH` and `out_TH` as of `dispatch.Kernels.add_experts`."""
     num_tokens, top_k = ranges.place_TK.shape
     hidden, grouping = y_RH.shape[1], ranges.grouping
     _accumulate_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK_H))](
@@ -303,12 +321,15 @@ def accumulate(
         grouping.bounds,
         grouping.block_start_B,
         ranges.first_block,
+        sum_TH,
         out_TH,
         *window,
+        grouping.num_experts,
         HIDDEN=hidden,
         TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k),
         BLOCK_H=min(_BLOCK_H, triton.next_power_of_2(hidden)),
+        INTERPRET=is_interpreted(_accumulate_kernel),
         num_warps=4,
     )
 

@@ -26,7 +26,7 @@ class Ranges:
     """Routed pairs of a prompt, to be run a range of experts at a time. Tensors are int32.
 
     Attributes:
-        ids_TK: experts of each token as given, each row ascending, padding anywhere.
+        ids_TK: experts of each token as given, each row ascending, padding last.
         grouping: the pairs by expert.
         first_block: [E + 1], blocks of the experts before each; the last is all experts'.
         place_TK: place of each pair in `grouping.order_N`.
@@ -100,7 +100,7 @@ def group_ranges(
     """Groups routed ids for ranges, without a host synchronisation.
 
     Args:
-        ids_TK: [T, K] integers, contiguous, each row ascending.
+        ids_TK: [T, K] integers, contiguous, each row ascending, padding last.
         num_experts: E.
         block_tokens: pairs of a block.
         most_rows: pairs of a window, at least one block's.

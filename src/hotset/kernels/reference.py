@@ -155,17 +155,27 @@ def add_experts(
     ids_TK: torch.Tensor,
     first: int,
     stop: int,
+    sum_TH: torch.Tensor,
     out_TH: torch.Tensor,
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Adds a range of experts to `out_TH`; see `dispatch.Kernels.add_experts`."""
+    """Adds a range of experts to its tokens' sums; see `dispatch.Kernels.add_experts`."""
     inside_E = torch.zeros_like(address_E)
     inside_E[first:stop] = address_E[first:stop]
     y_TKH = x_TH.new_empty(*ids_TK.shape, spec.hidden, dtype=torch.float32)
     expert_outputs(x_TH, ids_TK, inside_E, spec, out=y_TKH)
     if post_norm is not None:
         y_TKH = post_norm(y_TKH.to(x_TH.dtype)).float()
-    accumulate(y_TKH, ids_TK, weights_TK, first=first, stop=stop, out_TH=out_TH)
+    accumulate(
+        y_TKH,
+        ids_TK,
+        weights_TK,
+        first=first,
+        stop=stop,
+        num_experts=address_E.numel(),
+        sum_TH=sum_TH,
+        out_TH=out_TH,
+    )
 
 
 def accumulate(
@@ -175,11 +185,17 @@ def accumulate(
     *,
     first: int,
     stop: int,
+    num_experts: int,
+    sum_TH: torch.Tensor,
     out_TH: torch.Tensor,
 ) -> None:
-    """Adds the outputs of experts `first` .. `stop` - 1 to `out_TH`, in ascending k."""
+    """Adds the outputs of experts `first` .. `stop` - 1 to their tokens' sums, in ascending k."""
     weights_TK = weights_TK.float()
+    real_TK = (ids_TK >= 0) & (ids_TK < num_experts)
     wanted_TK = (ids_TK >= first) & (ids_TK < stop)
+    sum_TH[~(real_TK & (ids_TK < first)).any(dim=1)] = 0.0
     for k in range(ids_TK.shape[1]):
         rows = wanted_TK[:, k]
-        out_TH[rows] += weights_TK[rows, k, None] * y_TKH[rows, k]
+        sum_TH[rows] += weights_TK[rows, k, None] * y_TKH[rows, k]
+    whole = wanted_TK.any(dim=1) & ~(real_TK & (ids_TK >= stop)).any(dim=1)
+    out_TH[whole] = sum_TH[whole].to(out_TH.dtype)

@@ -154,7 +154,8 @@ class ManyTokens:
         self._ranges = group_ranges(
             ids_TK, num_experts, block_tokens=kernel_tokens, most_rows=most_rows
         )
-        self._sum_TH = torch.zeros_like(block.x_TH, dtype=torch.float32)
+        self._sum_TH = torch.empty_like(block.x_TH, dtype=torch.float32)
+        self._out_TH = torch.zeros_like(block.x_TH)  # of a token that has no expert
         self._blocks_E: IntArray | None = None
 
     def learn(self, counts_E: IntArray) -> None:
@@ -171,7 +172,8 @@ class ManyTokens:
             ranges=self._ranges,
             first=first,
             stop=stop,
-            out_TH=self._sum_TH,
+            sum_TH=self._sum_TH,
+            out_TH=self._out_TH,
             num_blocks=None if known is None else int(known[first:stop].sum()),
             post_norm=self._post_norm,
         )
@@ -190,7 +192,7 @@ class ManyTokens:
         return self._ranges.grouping.counts_E > 0
 
     def total(self) -> torch.Tensor:
-        return self._sum_TH.to(self._x_TH.dtype)
+        return self._out_TH
 
 
 def outputs_of(block: Block) -> torch.Tensor:

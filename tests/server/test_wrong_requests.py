@@ -116,6 +116,93 @@ def test_longer_than_the_context(server: Scripted) -> None:
     assert post(server, "/v1/chat/completions", CHAT)[0] == 200
 
 
+@pytest.mark.parametrize("name", ["tools", "metadata", "nowhere"])
+def test_a_deep_body_is_refused_whatever_reads_it(server: Scripted, name: str) -> None:
+    """Templates and schemas are gone through by recursion, and end in an error of ours."""
+    assert "nested deeper than 100" in refused(server, **{name: deep(150)})["message"]
+    body = json.dumps({**CHAT, name: 0}).replace(": 0", ": " + "[" * 20_000 + "]" * 20_000)
+    status, answer = post(server, "/v1/chat/completions", body.encode())
+    assert status == 400 and "nested" in answer["error"]["message"]
+
+
+def test_arguments_of_earlier_calls_are_json(server: Scripted) -> None:
+    for arguments in ("{", "[]", '{"a": NaN}', json.dumps(deep(150)), '{"a":' * 20_000):
+        function = {"name": "f", "arguments": arguments}
+        turn = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+        error = refused(server, messages=[*USER, turn])
+        assert error["param"] == "messages[1].tool_calls[0].function.arguments"
+
+
+def deep(levels: int) -> Any:
+    """Objects within each other."""
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_only_the_first_wrong_entry_is_looked_at() -> None:
+    """A body of wrong entries took half a minute, in which nothing else was answered."""
+    wrong: list[tuple[type[BaseModel], dict[str, Any]]] = [
+        (ChatBody, {"messages": [1] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": [{"type": "text"}] * 1000}]}),
+        (ChatBody, {"messages": USER, "tools": [1] * 1000}),
+        (CompletionBody, {"prompt": [1.5] * 1000}),
+        (CompletionBody, {"prompt": [[1.5] * 1000]}),
+        (ResponseBody, {"input": [1] * 1000}),
+        (ResponseBody, {"input": [{"type": "reasoning", "summary": [1] * 1000}]}),
+        (MessageBody, {"messages": [{}] * 1000, "max_tokens": 1}),
+        (MessageBody, {"messages": USER, "max_tokens": 1, "stop_sequences": [1] * 1000}),
+    ]
+    for body, fields in wrong:
+        with pytest.raises(ValidationError) as info:
+            body.model_validate({"model": NAME, **fields})
+        assert info.value.error_count() <= 4, "one for each type that the field may have"
+
+
+def test_an_object_of_very_many_names_is_none(server: Scripted) -> None:
+    many = {f"name-{number}": 1 for number in range(10_001)}
+    for changes in (many, {"metadata": many}, {"logit_bias": many}):
+        assert "more than 10000 names" in refused(server, **changes)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", {**CHAT, "stop": ["x"] * 17}, "`stop` must have at most 16 "),
+        ("/v1/chat/completions", {**CHAT, "max_tokens": 2**31}, "must be below 2147483648"),
+        ("/v1/completions", {"model": NAME, "prompt": ["x"] * 17}, "`prompt` must have at most 16"),
+        ("/v1/completions", {"model": NAME, "prompt": []}, "`prompt` must have at least 1 "),
+        ("/v1/responses", {"model": NAME, "input": [1]}, "`input[0]` must be an object"),
+        (
+            "/v1/responses",
+            {"model": NAME, "input": [{"content": ""}]},
+            "`input[0].role` is missing",
+        ),
+        ("/v1/chat/completions", b'{"\xff": 1}', "the body is no JSON: it is not UTF-8"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "`tools[0].function.name` must match",
+        ),
+        (
+            "/v1/messages",
+            {
+                "model": NAME,
+                "max_tokens": 1,
+                "messages": [{"role": "user", "content": [{"type": "text", "txt": "hi"}]}],
+            },
+            "`messages[0].content[0].text` is missing",
+        ),
+    ],
+)
+def test_the_field_is_named_as_it_was_sent(
+    server: Scripted, path: str, body: Any, said: str
+) -> None:
+    status, answer = post(server, path, body)
+    assert status == 400 and said in answer["error"]["message"], answer
+
+
 def test_null_is_the_default(server: Scripted) -> None:
     status, body = post(server, "/v1/chat/completions", {**CHAT, "max_tokens": None, "stop": None})
     assert status == 200 and body["choices"][0]["message"]["content"] == "Hello"
@@ -267,10 +354,11 @@ def test_errors_are_in_our_words(body: type[BaseModel]) -> None:
     for name in body.model_fields:
         nested = [[value] for value in WRONG] + [{"type": value} for value in WRONG]
         for value in (*WRONG, *nested, *[[{"role": "user", "content": w}] for w in WRONG]):
+            wrong = {**base, name: value}
             try:
-                body.model_validate({**base, name: value})
+                body.model_validate(wrong)
             except ValidationError as error:
-                problem, num_refused = problem_of_fields(error.errors()), num_refused + 1
+                problem, num_refused = problem_of_fields(error.errors(), wrong), num_refused + 1
                 words = LIBRARY_WORDS.search(problem.message)
                 assert not words and "a value that it cannot have" not in problem.message, problem
     assert num_refused > 100 and LIBRARY_WORDS.search("Input should be a valid string"), "control"

@@ -114,11 +114,13 @@ def _explain_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def fields(request: Request, error: RequestValidationError) -> Response:
         wrong = problem_of_type(request.headers.get("content-type"))
-        return tell(wrong or problem_of_fields(error.errors()), request)
+        return tell(wrong or problem_of_fields(error.errors(), error.body), request)
 
     @app.exception_handler(HTTPException)
     async def framework(request: Request, error: HTTPException) -> Response:
-        return tell(problem_of_status(error.status_code, str(error.detail)), request)
+        return tell(
+            problem_of_status(error.status_code, str(error.detail), error.__cause__), request
+        )
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:

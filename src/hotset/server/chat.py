@@ -87,19 +87,21 @@ class ChatBody(wire.Sampled):
         "verbosity": ("medium",),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[wire.Entries[ChatMessage], Field(min_length=1)]
     max_tokens: wire.Count | None = None
     max_completion_tokens: wire.Count | None = None
     n: Annotated[int, Field(ge=1, le=wire.MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: wire.StreamOptions | None = None
     stop: (
-        wire.StopText | Annotated[list[wire.StopText], Field(max_length=wire.MAX_STOPS)] | None
+        wire.StopText
+        | Annotated[wire.Entries[wire.StopText], Field(max_length=wire.MAX_STOPS)]
+        | None
     ) = None
     logprobs: bool = False
     top_logprobs: wire.TopLogprobs | None = None
     response_format: ResponseFormat | None = None
-    tools: list[ChatTool] = Field(default_factory=list)
+    tools: wire.Entries[ChatTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = None

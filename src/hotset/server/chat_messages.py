@@ -44,9 +44,9 @@ class ChatMessage(wire.Part):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | wire.Entries[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[MadeCall], Field(min_length=1)] | None = None
+    tool_calls: Annotated[wire.Entries[MadeCall], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None

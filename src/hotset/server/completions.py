@@ -29,7 +29,7 @@ DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 16
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+Ids = Annotated[wire.Entries[TokenId], Field(min_length=1)]
 
 
 class CompletionBody(wire.Sampled):
@@ -40,15 +40,17 @@ class CompletionBody(wire.Sampled):
     prompt: (
         str
         | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[wire.Entries[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[wire.Entries[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: wire.Count = DEFAULT_MAX_TOKENS
     n: Annotated[int, Field(ge=1, le=wire.MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: wire.StreamOptions | None = None
     stop: (
-        wire.StopText | Annotated[list[wire.StopText], Field(max_length=wire.MAX_STOPS)] | None
+        wire.StopText
+        | Annotated[wire.Entries[wire.StopText], Field(max_length=wire.MAX_STOPS)]
+        | None
     ) = None
     logprobs: wire.TopLogprobs | None = None
     response_format: ResponseFormat | None = None

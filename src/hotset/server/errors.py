@@ -33,8 +33,6 @@ _PROMPTS = {
     "/v1/completions": "prompt",
     "/v1/responses": "input",
 }
-# Names of branches that pydantic puts into the path of an error, which are no parameters.
-_BRANCHES = frozenset({"body", "str", "int", "float", "bool", "list", "dict"})
 
 
 @dataclass(frozen=True)
@@ -124,8 +122,16 @@ def failed_in_a_step(error: HotsetError) -> HttpError:
     return HttpError(Problem(status, _one_line(error), code="step_failed"))
 
 
-def problem_of_status(status: int, detail: str) -> Problem:
-    """A status that the framework chose: no such path, wrong method, a body it cannot read."""
+def problem_of_status(status: int, detail: str, cause: BaseException | None = None) -> Problem:
+    """A status that the framework chose: no such path, wrong method, a body it cannot read.
+
+    Args:
+        cause: what it met, where it says so.
+    """
+    if isinstance(cause, UnicodeDecodeError):
+        return Problem(400, "the body is no JSON: it is not UTF-8", code="invalid_json")
+    if isinstance(cause, RecursionError):
+        return Problem(400, "the body is no JSON: it is nested too deep", code="invalid_json")
     words = HTTPStatus(status).phrase if status in set(HTTPStatus) else "error"
     return Problem(status, detail or words)
 
@@ -142,10 +148,14 @@ def problem_of_type(content_type: str | None) -> Problem | None:
     return Problem(415, f"the header `Content-Type` {given}, it must be `application/json`")
 
 
-def problem_of_fields(errors: Sequence[Mapping[str, Any]]) -> Problem:
-    """What is wrong with a body, by the deepest of pydantic's errors: it knows the field best."""
-    error = max(errors, key=lambda entry: len(entry["loc"]))
-    param = _path(error["loc"])
+def problem_of_fields(errors: Sequence[Mapping[str, Any]], body: object) -> Problem:
+    """What is wrong with a body, by the one of pydantic's errors that knows the field best.
+
+    A field that may have several types has an error for each: that of the type it has is not about
+    types. Among such ones, the deepest.
+    """
+    error = max(errors, key=lambda entry: (not _is_about_types(entry), len(entry["loc"])))
+    param = _path(error, body)
     if error["type"] == "json_invalid":
         reason = error.get("ctx", {}).get("error", "it cannot be parsed")
         return Problem(400, f"the body is no JSON: {reason}", code="invalid_json")
@@ -158,16 +168,26 @@ def problem_of_fields(errors: Sequence[Mapping[str, Any]]) -> Problem:
             400, f"`{param}` is missing" if param else "the body is missing", param=param
         )
     reason = reason_of(error)
-    named = reason if "`" in reason else f"`{param or 'body'}` {reason}"
+    is_sentence = error["type"] == "value_error"
+    named = reason if is_sentence else f"`{param or 'body'}` {reason}"
     return Problem(400, named, param=param)
 
 
-def _path(parts: Sequence[str | int]) -> str | None:
-    path = ""
-    for part in parts:
+def _is_about_types(error: Mapping[str, Any]) -> bool:
+    return str(error["type"]).endswith("_type")
+
+
+def _path(error: Mapping[str, Any], body: object) -> str | None:
+    """A field's place as clients write it. Of pydantic's parts, those that the body has, and the
+    one that is missing: the others are names of types."""
+    path, value = "", body
+    missing = len(error["loc"]) - 1 if error["type"] == "missing" else None
+    for number, part in enumerate(error["loc"]):
         if isinstance(part, int):
+            value = value[part] if isinstance(value, list) and part < len(value) else None
             path += f"[{part}]"
-        elif part not in _BRANCHES and part.isidentifier():
+        elif isinstance(value, dict) and (part in value or number == missing):
+            value = value.get(part)
             path += f".{part}" if path else part
     return path or None
 

@@ -12,12 +12,12 @@ _REASONS = {
     "extra_forbidden": "is not supported",
     "finite_number": "must be a finite number",
     "float_type": "must be a number",
-    "greater_than": "must be above {gt:g}",
-    "greater_than_equal": "must be {ge:g} or more",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
     "int_from_float": "must be a whole number",
     "int_type": "must be a whole number",
-    "less_than": "must be below {lt:g}",
-    "less_than_equal": "must be {le:g} or less",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
     "list_type": "must be a list",
     "literal_error": "must be {expected}",
     "missing": "is missing",
@@ -42,7 +42,9 @@ def reason_of(error: Mapping[str, Any]) -> str:
     Args:
         error: `type`, and `ctx` with what the type needs.
     """
-    context = error.get("ctx", {})
+    context = dict(error.get("ctx", {}))
+    for name, limit in context.items():
+        context[name] = f"{limit:g}" if isinstance(limit, float) else limit
     if error["type"] == "value_error":
         return str(context["error"])
     return _REASONS.get(error["type"], "has a value that it cannot have").format(**context)

@@ -48,7 +48,7 @@ class ToolResultBlock(Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | wire.Entries[TextBlock] = ""
     is_error: bool = False
 
 
@@ -62,7 +62,7 @@ class MessageParam(wire.Part):
     """One turn."""
 
     role: Literal["user", "assistant"]
-    content: str | Annotated[list[Block], Field(min_length=1)]
+    content: str | Annotated[wire.Entries[Block], Field(min_length=1)]
 
     @field_validator("content", mode="before")
     @classmethod

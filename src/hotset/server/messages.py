@@ -103,9 +103,9 @@ class PromptBody(wire.Body):
         ),
     }
 
-    messages: Annotated[list[MessageParam], Field(min_length=1)]
-    system: str | list[SystemText] | None = None
-    tools: list[MessageTool] = Field(default_factory=list)
+    messages: Annotated[wire.Entries[MessageParam], Field(min_length=1)]
+    system: str | wire.Entries[SystemText] | None = None
+    tools: wire.Entries[MessageTool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -116,7 +116,9 @@ class MessageBody(PromptBody):
     """A conversation. `metadata` and `cache_control` change nothing of an answer."""
 
     max_tokens: wire.Count
-    stop_sequences: list[wire.StopText] = Field(default_factory=list, max_length=wire.MAX_STOPS)
+    stop_sequences: wire.Entries[wire.StopText] = Field(
+        default_factory=list, max_length=wire.MAX_STOPS
+    )
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -29,7 +29,7 @@ class MessageItem(wire.Part):
     type: Literal["message"] = "message"
     id: str | None = None
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[ItemText]
+    content: str | wire.Entries[ItemText]
     status: Status | None = None
 
     @field_validator("content", mode="before")
@@ -51,7 +51,7 @@ class CallOutputItem(wire.Part):
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: str
-    output: str | list[ItemText]
+    output: str | wire.Entries[ItemText]
     status: Status | None = None
 
 
@@ -63,8 +63,8 @@ class ReasoningText(wire.Part):
 class ReasoningItem(wire.Part):
     type: Literal["reasoning"]
     id: str | None = None
-    summary: list[ReasoningText] = Field(default_factory=list)
-    content: list[ReasoningText] | None = None
+    summary: wire.Entries[ReasoningText] = Field(default_factory=list)
+    content: wire.Entries[ReasoningText] | None = None
     encrypted_content: None = None
     status: Status | None = None
 

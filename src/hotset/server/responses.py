@@ -70,13 +70,13 @@ class ResponseBody(wire.Body):
         "include": ([],),
     }
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[wire.Entries[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: wire.Count | None = None
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: list[FunctionTool] = Field(default_factory=list)
+    tools: wire.Entries[FunctionTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None

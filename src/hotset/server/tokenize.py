@@ -19,7 +19,7 @@ class TokenizeBody(wire.Body):
 
     model: wire.Name | None = None  # type: ignore[assignment]
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[wire.Entries[ChatMessage], Field(min_length=1)] | None = None
 
 
 def to_ask(body: TokenizeBody) -> Ask:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from itertools import chain
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +19,15 @@ from hotset.core.request import MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TEMPERATURE, MA
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+# What parses lists and objects within each other, here and in templates, does so by recursion.
+MAX_NESTING = 100
+# Of one object. Every wrong one is an error of its own: a body of them would take half a minute,
+# and nothing else is answered meanwhile.
+MAX_NAMES = 10_000
+
+T = TypeVar("T")
+# A list that is wrong by its first wrong entry, for the same reason.
+Entries = Annotated[list[T], Field(fail_fast=True)]
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -62,6 +72,7 @@ class Body(Part):
     def _without_nothing(cls, values: object) -> object:
         if not isinstance(values, dict):
             return values
+        _check_shape(values)
         try:
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
@@ -71,6 +82,25 @@ class Body(Part):
             for name, value in values.items()
             if value is not None and not _same(value, cls.NEUTRAL.get(name, ()))
         }
+
+
+def _check_shape(value: object) -> None:
+    """Refuses what takes too long to look at, and what recursion finds no end of.
+
+    Raises:
+        ValueError: which limit was passed.
+    """
+    level = [value]
+    for _ in range(MAX_NESTING):
+        objects = [part for part in level if isinstance(part, dict)]
+        if any(len(part) > MAX_NAMES for part in objects):
+            raise ValueError(f"an object has more than {MAX_NAMES} names, which is the most")
+        lists = [part for part in level if isinstance(part, list)]
+        within = chain(*(part.values() for part in objects), *lists)
+        level = [part for part in within if isinstance(part, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"lists and objects are nested deeper than {MAX_NESTING}, which is the most")
 
 
 def _same(value: object, neutral: Sequence[object]) -> bool:
@@ -154,15 +184,22 @@ def json_object(text: str, *, name: str) -> dict[str, Any]:
     """The JSON object that a text holds; an empty text is an empty one.
 
     Raises:
-        RequestError: it holds none.
+        RequestError: it holds none, or a large one.
     """
     try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError) as error:
+        value = json.loads(text, parse_constant=_no_number) if text.strip() else {}
+        _check_shape(value)
+    except RecursionError as error:
+        raise RequestError(f"`{name}` is nested too deep", option=name) from error
+    except ValueError as error:
         raise RequestError(f"`{name}` is no JSON: {error}", option=name) from error
     if not isinstance(value, dict):
         raise RequestError(f"`{name}` must be a JSON object", option=name)
     return value
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"`{text}` is no number")
 
 
 def logprob(value: float) -> float:

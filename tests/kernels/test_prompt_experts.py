@@ -150,6 +150,11 @@ def test_windows_cover_a_range_once() -> None:
     assert list(ranges.windows(0)) == []
     assert list(ranges.windows(7)) == [(0, 3), (3, 3), (6, 1)]
     assert list(ranges.windows(4)) == [(0, 2), (2, 2)], "even ones"
+    asked: list[int] = []
+    windows = ranges.windows(lambda: asked.append(7) or 7)
+    assert next(windows) == (0, 3) and not asked, "one window runs while the host waits"
+    assert list(windows) == [(3, 2), (5, 2)] and asked == [7], "even ones"
+    assert list(ranges.windows(lambda: 3)) == [(0, 3)]
     blocks = [block for start, size in ranges.windows(None) for block in range(start, start + size)]
     assert blocks == list(range(ranges.grouping.num_blocks))
     grouping = group_tokens(ids_TK, 5, block_tokens=16)

@@ -39,7 +39,7 @@ from hotset.kernels.moe_grouped import (
     shared_constants,
 )
 from hotset.kernels.packed import Matrix
-from hotset.kernels.ranges import Ranges
+from hotset.kernels.ranges import NumBlocks, Ranges
 
 _BLOCK_H = 2048
 
@@ -232,7 +232,7 @@ def add_experts(
     stop: int,
     sum_TH: torch.Tensor,
     out_TH: torch.Tensor,
-    num_blocks: int | None = None,
+    num_blocks: NumBlocks = None,
     post_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Adds a range of experts to its tokens' sums; see `dispatch.Kernels.add_experts`."""

@@ -7,7 +7,7 @@ that there is for them. Knows ids and counts, neither weights nor addresses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ from hotset.kernels.grouping import (
     group_by_sorting,
     keys_of,
 )
+
+# Blocks of a range: known, to be asked for, or not to be known.
+NumBlocks = int | Callable[[], int] | None
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,26 @@ class Ranges:
         """Pairs of a window, at most."""
         return min(self.ids_TK.numel(), self.most_blocks * self.grouping.block_tokens)
 
-    def windows(self, num_blocks: int | None) -> Iterator[tuple[int, int]]:
+    def windows(self, num_blocks: NumBlocks) -> Iterator[tuple[int, int]]:
         """(blocks of the range that come before, blocks at most) of each window of a range.
 
         Args:
-            num_blocks: of the range; `None` where the host does not know: windows beyond the
-                range's end are then empty.
+            num_blocks: of the range, or how to find out: asked behind the first window, so that
+                the device has work while the host waits. `None` where the host cannot know:
+                windows beyond the range's end are then empty.
         """
-        most = self.grouping.num_blocks if num_blocks is None else num_blocks
-        num_windows = -(-most // self.most_blocks)
-        if num_windows == 0:
+        begin = 0
+        if callable(num_blocks):
+            yield 0, self.most_blocks
+            begin, num_blocks = self.most_blocks, num_blocks()
+        end = self.grouping.num_blocks if num_blocks is None else num_blocks
+        if end <= begin:
             return
-        size = self.most_blocks if num_blocks is None else -(-most // num_windows)
-        for start in range(0, most, size):
-            yield start, min(size, most - start)
+        size = self.most_blocks
+        if num_blocks is not None:  # even ones
+            size = -(-(end - begin) // -(-(end - begin) // size))
+        for start in range(begin, end, size):
+            yield start, min(size, end - start)
 
 
 def sort_choices(

@@ -16,7 +16,7 @@ from hotset.core.geometry import ExpertSpec
 from hotset.core.slot_pools import IntArray
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.match_reference import LayerMatch
-from hotset.kernels.ranges import group_ranges, sort_choices
+from hotset.kernels.ranges import NumBlocks, group_ranges, sort_choices
 from hotset.runtime.blocks import Block
 
 PostNorm = Callable[[torch.Tensor], torch.Tensor]
@@ -48,8 +48,12 @@ class BlockSum(Adds, Protocol):
     def kernel_tokens(self) -> int:
         """Tokens of an expert for which the kernels read its record once."""
 
-    def learn(self, counts_E: IntArray) -> None:
-        """Tells it how many tokens each expert has, [E]; no bit depends on it."""
+    @property
+    def counts(self) -> torch.Tensor:
+        """int32 [E], tokens of each expert, on the device."""
+
+    def expect(self, counts_E: Callable[[], IntArray]) -> None:
+        """Tells it how to learn `counts` on the host; no bit depends on that."""
 
     def total(self) -> torch.Tensor:
         """The block's output, [T, H] in the dtype of its input, once all ranges were added."""
@@ -80,9 +84,9 @@ class FewTokens:
         self._kernels, self.spec, self._block = kernels, spec, block
         self._fill_E, self._post_norm = fill_E, post_norm
         self._behind_match = behind_match
-        # One token needs no grouping, its kernel takes the ids as they are.
-        many = block.num_tokens > 1
-        self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if many else None
+        # The kernels of fewest tokens take the ids as they are.
+        groups = kernels.groups(block.num_tokens, block.ids_TK.shape[1], spec)
+        self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if groups else None
         # Given, and not made by the kernel: whole or in ranges, it is then one program.
         self._y_TKH = outputs_of(block)
 
@@ -104,9 +108,14 @@ class FewTokens:
 
     @property
     def kernel_tokens(self) -> int:
-        return 1 if self.grouping is None else self.grouping.block_tokens
+        return self.num_tokens if self.grouping is None else self.grouping.block_tokens
 
-    def learn(self, counts_E: IntArray) -> None:
+    @property
+    def counts(self) -> torch.Tensor:
+        ids_TK, num_experts = self._block.ids_TK, self._fill_E.numel()
+        return (self.grouping or self._kernels.group(ids_TK, num_experts)).counts_E
+
+    def expect(self, counts_E: Callable[[], IntArray]) -> None:
         """One launch runs all its blocks, few as they are."""
 
     def total(self, *, matched: LayerMatch | None = None) -> torch.Tensor:
@@ -156,14 +165,27 @@ class ManyTokens:
         )
         self._sum_TH = torch.empty_like(block.x_TH, dtype=torch.float32)
         self._out_TH = torch.zeros_like(block.x_TH)  # of a token that has no expert
+        self._counts_E: Callable[[], IntArray] | None = None
         self._blocks_E: IntArray | None = None
 
-    def learn(self, counts_E: IntArray) -> None:
-        """Tells it how many tokens each expert has: ranges then run just the blocks they have."""
-        self._blocks_E = -(-counts_E // self.kernel_tokens)
+    def expect(self, counts_E: Callable[[], IntArray]) -> None:
+        """Ranges then run just the blocks that they have."""
+        self._counts_E = counts_E
+
+    def _num_blocks(self, first: int, stop: int) -> NumBlocks:
+        if self._blocks_E is not None:
+            return int(self._blocks_E[first:stop].sum())
+        ask = self._counts_E
+        if ask is None:
+            return None
+
+        def asked() -> int:
+            self._blocks_E = -(-ask() // self.kernel_tokens)
+            return int(self._blocks_E[first:stop].sum())
+
+        return asked
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
-        known = self._blocks_E
         self._kernels.add_experts(
             self._x_TH,
             self._weights_TK,
@@ -174,7 +196,7 @@ class ManyTokens:
             stop=stop,
             sum_TH=self._sum_TH,
             out_TH=self._out_TH,
-            num_blocks=None if known is None else int(known[first:stop].sum()),
+            num_blocks=self._num_blocks(first, stop),
             post_norm=self._post_norm,
         )
 
@@ -187,9 +209,8 @@ class ManyTokens:
         return self._ranges.grouping.block_tokens
 
     @property
-    def used(self) -> torch.Tensor:
-        """[E] bool, experts that have tokens of the block."""
-        return self._ranges.grouping.counts_E > 0
+    def counts(self) -> torch.Tensor:
+        return self._ranges.grouping.counts_E
 
     def total(self) -> torch.Tensor:
         return self._out_TH

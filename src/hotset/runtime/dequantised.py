@@ -38,7 +38,7 @@ class DequantisedExperts:
         places_N = torch.arange(size, dtype=torch.int64, device=device) * plain_bytes
         self._address_N = places_N + self._plain_ND.data_ptr()
         # What has no tokens is not read: it may lie behind the link.
-        self._used_E = torch.stack([one.used for one in sums]).any(dim=0)
+        self._used_E = torch.stack([one.counts for one in sums]).any(dim=0)
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
         """Runs the experts `first` .. `stop` - 1 on their tokens of every block.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 from typing import cast
 
@@ -111,35 +111,39 @@ class MoERunner:
         The bits of a block depend on its own tokens alone. The host waits until it knows what is
         routed; by then the device has work: what can be computed on without it.
         """
-        fetched = self._log.fetch(self._layer, torch.cat([block.ids_TK for block in blocks]))
+        ids = [block.ids_TK for block in blocks]
+        fetched = self._log.fetch(self._layer, ids[0] if len(ids) == 1 else torch.cat(ids))
         sums = self._opened(blocks)
+        counted = self._log.download(torch.stack([one.counts for one in sums]))
+
+        for part, one in enumerate(sums):
+            one.expect(partial(_row, counted, part))
         resident_E = self._store.placement.resident[self._layer, : self._spec.num_experts].copy()
 
         @cache
         def need() -> Need:
-            return self._need(fetched(), sums, resident_E)
+            counts_PE: IntArray = counted().numpy()
+            used_E: BoolArray = counts_PE.sum(axis=0) > 0
+            return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))
+
+        @cache
+        def read() -> None:
+            """The policy takes in what is routed, once the device has work."""
+            ids_TK = fetched()
+            if self._tee is not None:
+                self._tee.read(self._layer, ids_TK)
 
         adders = self._adders(sums)
         if self._stream is not None:
-            self._add_groups(adders, self._stream, need)
+            self._add_groups(adders, self._stream, need, read)
         else:
             self._add(adders, self._store.table.row(self._layer), 0, self._spec.num_experts)
+        read()
         used_E = need().used_E
         self._log.count_layer(
             self._layer, used=int(used_E.sum()), hits=int((used_E & resident_E).sum())
         )
         return _cut([one.total() for one in sums], [block.num_tokens for block in blocks])
-
-    def _need(self, ids_TK: IntArray, sums: Sequence[BlockSum], resident_E: BoolArray) -> Need:
-        """What a prompt routes to; the policy takes it in."""
-        sizes = [one.num_tokens for one in sums]
-        counts_PE = _counts(ids_TK, sizes, self._spec.num_experts)
-        for one, counts_E in zip(sums, counts_PE, strict=True):
-            one.learn(counts_E)
-        used_E: BoolArray = counts_PE.sum(axis=0) > 0
-        if self._tee is not None:
-            self._tee.read(self._layer, ids_TK)
-        return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))
 
     def _opened(self, blocks: Sequence[Block]) -> list[BlockSum]:
         """Sums of all tokens in turn, as few as there can be: neighbours are joined where the
@@ -225,7 +229,11 @@ class MoERunner:
         return self._staging.use_ring(reads, group_records=self._stream.room(self._layer))
 
     def _add_groups(
-        self, adders: Sequence[Adds], stream: ExpertStream, need: Callable[[], Need]
+        self,
+        adders: Sequence[Adds],
+        stream: ExpertStream,
+        need: Callable[[], Need],
+        read: Callable[[], None],
     ) -> None:
         """Groups outermost: each record is staged once for all blocks."""
         swaps = None
@@ -234,7 +242,9 @@ class MoERunner:
                 self._add(adders, group.address_E, group.first, group.stop)
                 if self._tee is None or group.staged is None:
                     continue
-                swaps = swaps or self._tee.swaps(self._layer, need().used_E)
+                if swaps is None:
+                    read()
+                    swaps = self._tee.swaps(self._layer, need().used_E)
                 swaps.take(group.staged, stop=group.stop)
         if swaps is not None:
             swaps.finish()
@@ -278,13 +288,9 @@ def make_runners(
     ]
 
 
-def _counts(ids_TK: IntArray, sizes: Sequence[int], num_experts: int) -> IntArray:
-    """Tokens of each expert in each of the parts of these sizes, [P, E]."""
-    counts_PE = np.zeros((len(sizes), num_experts), dtype=np.int64)
-    for row, ids in zip(counts_PE, np.split(ids_TK, np.cumsum(sizes)[:-1]), strict=True):
-        known = ids[(ids >= 0) & (ids < num_experts)]
-        row[:] = np.bincount(known, minlength=num_experts)
-    return counts_PE
+def _row(table: Callable[[], torch.Tensor], index: int) -> IntArray:
+    row: IntArray = table()[index].numpy()
+    return row
 
 
 def _cut(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:

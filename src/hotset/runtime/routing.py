@@ -80,7 +80,7 @@ class RoutingLog:
         Returns:
             Waits until it is known, whatever has been queued since; notes it, and gives it, int32.
         """
-        wait = self._downloads.begin(ids_TK.to(torch.int32))
+        wait = self.download(ids_TK.to(torch.int32))
 
         def known() -> IntArray:
             host_TK = wait()
@@ -89,6 +89,10 @@ class RoutingLog:
             return found
 
         return known
+
+    def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Sends something else of a layer to the host; see `Downloads.begin`."""
+        return self._downloads.begin(tensor)
 
     def take(self) -> np.ndarray:
         """Ends the step: its routed ids, [L, N] int32, padded with -1."""

@@ -32,9 +32,6 @@ class Kernels(Protocol):
     def name(self) -> str:
         """`reference` or `triton`."""
 
-    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
-        """Whether `expert_outputs` of so many tokens wants a `grouping`, and others may use it."""
-
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         """Sorts routed pairs by expert, without a host synchronisation; see `grouping`."""
 
@@ -60,8 +57,7 @@ class Kernels(Protocol):
                 multiple of 64. 0 means "not in this call": the rows of such an expert in a
                 given `out` are left untouched, in a fresh result they are zero.
             spec: shape, gate and record layout of these experts.
-            grouping: `group(ids_TK, E)`, to share one between calls; made here otherwise, where
-                it is wanted (`groups`).
+            grouping: `group(ids_TK, E)`, to share one between calls; made here otherwise.
             out: FP32 [T, K, H] to write to; made here otherwise.
             fill_E: int64 [E], address of a slot that shall get the expert's record as it is
                 read, 0 for none. Only experts that are routed to and have an address are
@@ -163,9 +159,6 @@ class ReferenceKernels:
     name = "reference"
     joins_blocks = False  # the host library's products round by the number of rows
 
-    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
-        return False
-
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
 
@@ -246,11 +239,6 @@ class TritonKernels:
     name = "triton"
     joins_blocks = True
 
-    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
-        from hotset.kernels import moe_few
-
-        return num_tokens > 1 and not moe_few.accepts(num_tokens, top_k, spec)
-
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
 
@@ -267,7 +255,6 @@ class TritonKernels:
         behind_match: bool = False,
     ) -> torch.Tensor:
         from hotset.kernels.moe_decode import one_token
-        from hotset.kernels.moe_few import few_tokens
         from hotset.kernels.moe_grouped import grouped
 
         behind_match &= ids_TK.is_contiguous()  # a copy would come between
@@ -276,11 +263,18 @@ class TritonKernels:
         if ids_TK.numel() == 0:
             shape = (*ids_TK.shape, spec.hidden)
             return x_TH.new_empty(shape, dtype=torch.float32) if out is None else out
-        if self.groups(*ids_TK.shape, spec):
-            grouping = grouping or self.group(ids_TK, address_E.numel())
-            return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
-        run = one_token if len(x_TH) == 1 else few_tokens
-        return run(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E, behind_match=behind_match)
+        if x_TH.shape[0] == 1:
+            return one_token(
+                x_TH,
+                ids_TK,
+                address_E,
+                spec,
+                out=out,
+                fill_E=fill_E,
+                behind_match=behind_match,
+            )
+        grouping = grouping or self.group(ids_TK, address_E.numel())
+        return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
 
     def dequantise_records(
         self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor

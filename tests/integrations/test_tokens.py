@@ -128,6 +128,12 @@ def test_two_ranks_give_the_tokens_of_one(
     check_equal(run_vllm, model, vram=vram, ours_alone={"num_ranks": 2})
 
 
+def test_two_nodes_give_the_tokens_of_one_rank(run_vllm: Run) -> None:
+    """Processes of two starts of vLLM, as on two machines; each node audits its own records."""
+    model = str(resolve_model("pocket"))
+    check_equal(run_vllm, model, vram="2MiB", ours_alone={"num_ranks": 2, "num_nodes": 2})
+
+
 def test_captured_pieces_read_what_experts_wrote(run_vllm: Run) -> None:
     """Between graphs that are simulated, as a CPU has none."""
     model = str(resolve_model("pocket"))

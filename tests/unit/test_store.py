@@ -260,6 +260,28 @@ def test_the_log_counts_what_crossed_the_link() -> None:
     assert (total.steps, total.used) == (2, 5), "a step is counted once"
 
 
+def test_a_long_step_gathers_its_ids_only_for_watchers() -> None:
+    class Watching:
+        def step(self, ids_LN: np.ndarray, owners: object) -> None:
+            seen.append(ids_LN)
+
+        def end(self, owner: object) -> None:
+            pass
+
+    seen: list[np.ndarray] = []
+    store = make_store(layers(16), 4)
+    log = RoutingLog(store.layers)
+    run, steps = runner(store, log=log), Steps(store, log, None)
+    x_TH, ids_TK, weights_TK = routed(store, 80)
+    for watchers in ([], [Watching()]):
+        steps.watchers = watchers
+        steps.run(80, lambda: run(x_TH, ids_TK, weights_TK))
+        assert not log._pending, "nothing is left for the next step"
+    (ids_LN,) = seen
+    assert ids_LN[0].tolist() == ids_TK.flatten().tolist()
+    assert log.total.steps == 2
+
+
 def test_a_norm_on_expert_outputs_is_applied_before_the_weights() -> None:
     """muse_spark: the stock module's own norm, in the model's dtype."""
     store = make_store(layers(16), 0)

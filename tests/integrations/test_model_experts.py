@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
 from hotset.core.profile import NUM_REUSE_BUCKETS, Profile
 from hotset.integrations.vllm.config import PluginConfig
 from hotset.integrations.vllm.model import ModelExperts
+from hotset.integrations.vllm.replays import LayerReplays
 from hotset.integrations.vllm.verify import verify_experts
 from hotset.kernels import reference
 
@@ -64,7 +66,7 @@ def test_steps_are_counted_filled_and_right() -> None:
     model = make_model()
     for seed in range(12):
         step(model, 1 + seed % 3, seed)
-    assert model.traffic.steps == 11, "the newest step is counted when the next begins"
+    assert model.traffic.steps == 11, "the newest step is counted behind the next"
     model.end_step()
     assert model.traffic.steps == 12
     assert model.traffic.fills > 0 and 0 < model.traffic.hits < model.traffic.used
@@ -77,6 +79,72 @@ def test_long_steps_among_short_ones() -> None:
         step(model, num_tokens, seed)
     assert verify_experts(model) == []
     assert model.traffic.steps == 6
+
+
+def test_the_host_takes_a_step_in_behind_the_next_one() -> None:
+    """So that a device always has a step to run; a long step waits for those before it."""
+    model = make_model()
+    waited: list[int] = []
+    send = model.steps.log.send
+
+    def sent() -> Callable[[], np.ndarray]:
+        number, wait = len(numbers), send()
+        numbers.append(number)
+
+        def known() -> np.ndarray:
+            waited.append(number)
+            return wait()
+
+        return known
+
+    numbers: list[int] = []
+    model.steps.log.send = sent  # type: ignore[method-assign]
+    for seed, num_tokens in enumerate([2, 2, 3]):
+        step(model, num_tokens, seed)
+        assert waited == list(range(seed)), "all but the newest"
+    step(model, 65, 3)
+    assert waited == [0, 1, 2, 3] and verify_experts(model) == []
+
+
+def replayed(model: ModelExperts) -> list[int]:
+    """Gives a model on a CPU what graphs are to one on a GPU; returns the captured batches."""
+    captured: list[int] = []
+    log = model.steps.log
+
+    def capture(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        out_TH = torch.full((sizes[-1], SPEC.hidden), torch.nan)
+        captured.append(sizes[-1])
+
+        def replay() -> None:
+            with log.aside():
+                out_TH.copy_(call())
+
+        return out_TH, replay
+
+    model._replays = LayerReplays(log, capture)
+    run, sizes = model.run, [0]
+
+    def noted(index: int, x_TH: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x_TH))
+        return run(index, x_TH, *rest, is_repeated=True).clone()
+
+    model.run = noted  # type: ignore[method-assign,assignment]
+    return captured
+
+
+def test_layers_replayed_give_the_same_and_count_the_same() -> None:
+    plain, model = make_model(), make_model()
+    captured = replayed(model)
+    for seed in range(14):
+        num_tokens = (1, 1, 3, 1, 80, 1)[seed % 6]
+        step(plain, num_tokens, seed)
+        step(model, num_tokens, seed)
+    assert captured == [1, 1], "one number of tokens came again often enough, in two layers"
+    model.end_step()
+    plain.end_step()
+    assert model.traffic == plain.traffic and model.traffic.fills > 0
+    assert np.array_equal(model.store.placement.slot_of, plain.store.placement.slot_of)
+    assert verify_experts(model) == []
 
 
 def test_a_step_that_breaks_off_leaves_slots_right() -> None:

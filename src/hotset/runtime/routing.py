@@ -96,12 +96,32 @@ class RoutingLog:
 
     def take(self) -> np.ndarray:
         """Ends the step: its routed ids, [L, N] int32, padded with -1."""
-        parts = self._fetch()
-        assert len({layer for layer, _ in parts}) == len(parts), "a layer ran twice in a step"
-        width = max((len(ids) for _, ids in parts), default=1)
+        return self.send()()
+
+    def send(self) -> Callable[[], np.ndarray]:
+        """Ends the step behind what the current stream has queued by now.
+
+        Returns:
+            Waits for that, and not for what is queued later; see `take`.
+        """
+        pending, self._pending = self._pending, []
+        assert len({layer for layer, _ in pending}) == len(pending), "a layer ran twice in a step"
+        if not pending:
+            return lambda: self._table([], np.empty(0, dtype=np.int32))
+        # One copy for all layers, whatever their shapes.
+        flat = torch.cat([ids.reshape(-1).to(torch.int32) for _, ids in pending])
+        wait = self._downloads.begin(flat)
+        sizes = [(layer, ids.numel()) for layer, ids in pending]
+        return lambda: self._table(sizes, wait().numpy())
+
+    def _table(self, sizes: list[tuple[int, int]], flat: np.ndarray) -> np.ndarray:
+        """[L, N] of the ids of these layers, so many of each, one behind the other."""
+        width = max((size for _, size in sizes), default=1)
         ids_LN = np.full((len(self._layers), width), -1, dtype=np.int32)
-        for layer, ids in parts:
-            ids_LN[layer, : len(ids)] = ids
+        start = 0
+        for layer, size in sizes:
+            ids_LN[layer, :size] = flat[start : start + size]
+            start += size
         return ids_LN
 
     @contextmanager
@@ -133,13 +153,3 @@ class RoutingLog:
     def drop(self) -> None:
         """Forgets an unfinished step."""
         self._pending.clear()
-
-    def _fetch(self) -> list[tuple[int, np.ndarray]]:
-        """One device-to-host copy for all layers, whatever their shapes."""
-        pending, self._pending = self._pending, []
-        if not pending:
-            return []
-        flat = torch.cat([ids.reshape(-1).to(torch.int32) for _, ids in pending]).cpu().numpy()
-        ends = np.cumsum([ids.numel() for _, ids in pending])[:-1]
-        parts = np.split(flat, ends)
-        return [(layer, part) for (layer, _), part in zip(pending, parts, strict=True)]

@@ -5,10 +5,14 @@ layer by layer, and store, policy and runners when the last layer is loaded. Rou
 steps are hotset's own objects; of vLLM this file knows nothing.
 
 vLLM has no place of its own for what comes before and behind a forward: the first layer's call
-ends the step before, and begins the next.
+begins a step, and the last layer's sends what it routed to the host. That is taken in when the
+step behind it is queued, so that the host never waits for a device with nothing to do.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -19,17 +23,19 @@ from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Placement
 from hotset.core.profile import Profile
+from hotset.core.slot_pools import IntArray
 from hotset.core.staging import StagingRule
 from hotset.core.units import format_bytes
 from hotset.experts.arena import make_bank
 from hotset.experts.store import ExpertStore
 from hotset.integrations.vllm.config import PluginConfig
+from hotset.integrations.vllm.replays import LayerReplays
 from hotset.integrations.vllm.sizes import sizes_within
 from hotset.kernels.dispatch import select_kernels
 from hotset.kernels.toolchain import check_triton_toolchain
 from hotset.runtime.expert_stream import ExpertStream
 from hotset.runtime.fills import FillPlanner
-from hotset.runtime.moe import MoERunner
+from hotset.runtime.moe import MATCH_TOKENS, MoERunner
 from hotset.runtime.policies import initial_residents, policy_for
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.steps import Steps
@@ -62,8 +68,11 @@ class ModelExperts:
         self.banks: list[torch.Tensor] = []
         self._num_loaded = 0
         self._runners: list[MoERunner] = []
+        self._replays: LayerReplays | None = None
         self._tokens_in_step: int | None = None
         self._layers_in_step = 0
+        # Steps that the device runs: their tokens, and what waits for their routed ids.
+        self._in_flight: deque[tuple[int, Callable[[], IntArray]]] = deque()
 
     def add(self, layer: MoELayer) -> int:
         """Makes room for a layer's records, `banks[index]`; returns the index."""
@@ -152,6 +161,8 @@ class ModelExperts:
         self.stream = ExpertStream(store) if store.ring.nbytes else None
         self.staging = StagingRule(self.config.staging)
         self.steps = Steps(store, log, fills)
+        if self.device.type == "cuda":
+            self._replays = LayerReplays(log)
         self._runners = [
             MoERunner(
                 index,
@@ -168,7 +179,13 @@ class ModelExperts:
         ]
 
     def run(
-        self, index: int, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+        self,
+        index: int,
+        x_TH: torch.Tensor,
+        ids_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        is_repeated: bool = False,
     ) -> torch.Tensor:
         """A layer's weighted sum of routed experts, [T, H] in the dtype of `x_TH`.
 
@@ -177,28 +194,55 @@ class ModelExperts:
         Args:
             index: as `add` gave it; layer 0 begins a step.
             ids_TK: kept until the step is over, so the caller's own copy.
+            is_repeated: steps of this many tokens will come again and again, so that a graph of
+                the layer's launches is worth its memory. The output may then lie where the next
+                call of the layer with as many tokens puts its own.
         """
         if index == 0:
-            self.end_step()
-            self.steps.begin(len(x_TH))
-            self._tokens_in_step, self._layers_in_step = len(x_TH), 0
-        out_TH = self._runners[index](x_TH, ids_TK, weights_TK)
+            self._begin(len(x_TH))
+        runner = self._runners[index]
+        if is_repeated and self._replays is not None and len(x_TH) <= MATCH_TOKENS:
+            out_TH = self._replays.run(index, runner, x_TH, ids_TK, weights_TK)
+        else:
+            out_TH = runner(x_TH, ids_TK, weights_TK)
         self._layers_in_step += 1
+        if self._layers_in_step == len(self.layers):
+            self._send()
         return out_TH
 
-    def end_step(self) -> None:
-        """Takes in what the newest step routed, if that is not done yet."""
+    def _begin(self, num_tokens: int) -> None:
+        # A long step reads on the host where every expert is.
+        if self._tokens_in_step is not None or num_tokens > MATCH_TOKENS:
+            self.end_step()
+        self.steps.begin(num_tokens)
+        self._tokens_in_step, self._layers_in_step = num_tokens, 0
+
+    def _send(self) -> None:
+        """The step is queued whole: its routed ids go to the host, those of the one before it are
+        taken in."""
         num_tokens, self._tokens_in_step = self._tokens_in_step, None
-        if num_tokens is None:
-            return
-        if self._layers_in_step < len(self.layers):  # it broke off
+        assert num_tokens is not None
+        self._in_flight.append((num_tokens, self.steps.log.send()))
+        # A long one has waited for its own ids already.
+        most = 0 if num_tokens > MATCH_TOKENS else 1
+        while len(self._in_flight) > most:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        num_tokens, ids = self._in_flight.popleft()
+        self.steps.finish(num_tokens, ids())
+
+    def end_step(self) -> None:
+        """Waits for what is queued, and takes in what it routed; the newest may have broken off."""
+        while self._in_flight:
+            self._finish_oldest()
+        num_tokens, self._tokens_in_step = self._tokens_in_step, None
+        if num_tokens is not None:
             self.steps.break_off(num_tokens)
-        else:
-            self.steps.finish(num_tokens, self.steps.log.take())
 
     @property
     def traffic(self) -> Traffic:
-        """Experts used, hits and link bytes, the newest step not counted; a copy."""
+        """Experts used, hits and link bytes, up to `end_step` without the newest step; a copy."""
         return self.steps.traffic
 
     def summary(self) -> str:

@@ -1,13 +1,14 @@
 """The custom op that a layer's experts are to vLLM's compiler: opaque, with a fake.
 
 What it does depends on routed data and changes hotset's tables, so nothing may look inside, and
-no graph may record it (`layer.leave_graphs`). It finds its model where vLLM keeps its layers for
-custom ops, in the forward context, so that nothing is global.
+no graph of vLLM's may record it (`graphs.leave_graphs`). It finds its model where vLLM keeps its
+layers for custom ops, in the forward context, so that nothing is global.
 """
 
 from __future__ import annotations
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -26,8 +27,15 @@ def _routed_experts(
     context = get_forward_context()
     model = context.no_compile_layers[KEY]
     assert isinstance(model, ModelExperts)
-    # The ids are read again behind the step, when a compiled graph has used their memory anew.
-    return model.run(layer, hidden_states.contiguous(), kept_ids(ids, context), weights)
+    return model.run(
+        layer,
+        hidden_states.contiguous(),
+        # Read again behind the step, when a compiled graph has used their memory anew.
+        kept_ids(ids, context),
+        weights,
+        # Between captured pieces. `HotsetRunner` copies the output then.
+        is_repeated=context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE,
+    )
 
 
 def _fake(

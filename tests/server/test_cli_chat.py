@@ -172,12 +172,15 @@ def piped(*args: str, text: str = "hi\n", **env: str) -> subprocess.CompletedPro
 
 def test_a_pipe_has_one_message_a_line(server: Scripted) -> None:
     server.say("Grüße")
-    done = piped(server.url, "--json", "--max-tokens", "3", text="one\n\ntwo\n")
+    sampling = ("--top-k", "5", "--logit-bias", "7=-2", "--presence-penalty", "1")
+    done = piped(server.url, "--json", "--max-tokens", "3", *sampling, text="one\n\ntwo\n")
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [answer["text"] for answer in answers] == ["Grü"[:2] + "�"] * 2
     assert [answer["finish_reason"] for answer in answers] == ["length"] * 2
     assert answers[0]["num_tokens"] == 3 and answers[0]["first_token_seconds"] > 0
+    sent = server.scheduler.last.sampling
+    assert (sent.top_k, sent.logit_bias, sent.presence_penalty) == (5, {7: -2.0}, 1.0)
 
 
 def test_a_refused_question_is_forgotten_and_the_next_one_answered(server: Scripted) -> None:
@@ -207,6 +210,7 @@ def test_keys_of_a_server(byte_text: Text) -> None:
         ),
         (["pocket", "--api-key", "k"], 2, "`--api-key` is for a URL"),
         (["pocket", "--temperature", "-1"], 2, "`--temperature` is -1"),
+        (["pocket", "--top-k", "-1"], 2, "`--top-k` is -1"),
         (["pocket", "--history", "x"], 2, "`--history` is for a terminal"),
     ],
 )

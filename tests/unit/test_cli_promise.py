@@ -34,6 +34,7 @@ FLAGS = {
     ],
     "hotset chat": [
         *MEMORY,
+        *SAMPLING,
         *(
             "--api-key",
             "--history",
@@ -43,7 +44,8 @@ FLAGS = {
             "--max-tokens",
             "--policy",
         ),
-        *("--seed", "--system", "--temperature", "--top-p"),
+        *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
+        "--system",
     ],
     "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
     "hotset serve": [

@@ -38,7 +38,18 @@ from hotset.cli.options import (
     engine_config,
     named_by_flag,
 )
-from hotset.cli.sampling import Seed, Temperature, TopP, chosen_sampling
+from hotset.cli.sampling import (
+    FrequencyPenalty,
+    LogitBias,
+    MinP,
+    PresencePenalty,
+    RepetitionPenalty,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    chosen_sampling,
+)
 from hotset.core import env
 from hotset.core.errors import ConfigError, RequestError
 from hotset.core.request import check_max_tokens
@@ -77,7 +88,13 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
     ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
     seed: Seed = None,
+    presence_penalty: PresencePenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    repetition_penalty: RepetitionPenalty = None,
+    logit_bias: LogitBias = None,
     vram: Vram = None,
     ram: Ram = None,
     device: Device = None,
@@ -96,7 +113,17 @@ def chat(  # noqa: PLR0913 - one parameter for each flag
 
     Example: `hotset chat pocket --device cpu`
     """
-    request = chosen_sampling(temperature=temperature, top_p=top_p, seed=seed)
+    request = chosen_sampling(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias,
+    )
     with named_by_flag():
         check_max_tokens(max_tokens)
     if max_tokens is not None:

@@ -249,6 +249,14 @@ def test_parameters_are_refused_by_name(
     assert f"`{error['param']}" in error["message"]
 
 
+def test_a_schema_that_is_none_is_named_by_its_parameter(server: Scripted) -> None:
+    named = {"name": "x", "schema": {"type": "nothing"}}
+    error = refused(server, response_format={"type": "json_schema", "json_schema": named})
+    assert error["param"] == "response_format" and "Invalid type: nothing" in error["message"]
+    body = {"model": NAME, "input": "hi", "text": {"format": {"type": "json_schema", **named}}}
+    assert post(server, "/v1/responses", body)[1]["error"]["param"] == "text.format"
+
+
 def test_what_changes_nothing_is_taken(server: Scripted) -> None:
     body = {**CHAT, "user": "me", "store": False, "service_tier": "auto", "metadata": {"a": "b"}}
     assert post(server, "/v1/chat/completions", body)[0] == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from typing import Any
@@ -91,6 +92,19 @@ def test_ends_where_nothing_can_follow(compiler: GrammarCompiler) -> None:
 def test_what_cannot_be_held_to_is_refused(compiler: GrammarCompiler, make: Any, what: str) -> None:
     with pytest.raises(RequestError, match=f"the {what} cannot be followed"):
         make(compiler)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "it refers to itself without an end"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "regex parse error: look-around"),
+    ],
+)
+def test_the_reason_is_in_words(compiler: GrammarCompiler, schema: Any, reason: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(reason)) as info:
+        compiler.json_schema(schema)
+    assert info.value.option == "schema"
 
 
 def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:

@@ -124,8 +124,8 @@ class GrammarCompiler:
                 json.dumps(schema), overrides=_JSON_OPTIONS
             )
         except (TypeError, ValueError) as error:
-            raise _refused("JSON schema", str(error)) from error
-        return self._compile(grammar, "JSON schema")
+            raise _refused("JSON schema", str(error), "schema") from error
+        return self._compile(grammar, "JSON schema", option="schema")
 
     def regex(self, pattern: str) -> Matcher:
         """Text that a regular expression matches as a whole.
@@ -157,36 +157,43 @@ class GrammarCompiler:
         """Lark source of JSON that follows a schema."""
         return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
-    def lark(self, grammar: str, *, what: str = "grammar") -> Matcher:
+    def lark(self, grammar: str, *, what: str = "grammar", option: str | None = None) -> Matcher:
         """Text of a context-free grammar in llguidance's form of Lark.
 
         Args:
             grammar: its source.
             what: it is called in errors.
+            option: what the user set that it is made of.
 
         Raises:
             RequestError: it is none, or has something that cannot be held to.
         """
-        return self._compile(self._matchers.grammar_from_lark(grammar), what)
+        return self._compile(self._matchers.grammar_from_lark(grammar), what, option=option)
 
-    def _compile(self, grammar: str, what: str) -> Matcher:
+    def _compile(self, grammar: str, what: str, *, option: str | None = None) -> Matcher:
         # A warning says that a keyword is not held to: that is an error here.
         _, messages = self._matchers.validate_grammar_with_warnings(grammar, self._tokenizer)
         if messages:
-            raise _refused(what, messages[0])
+            raise _refused(what, messages[0], option)
         # log_level 0: nothing is written to stderr beside our own errors.
         matcher = self._matchers(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # finds rules without an end now, and not in a step
         if matcher.is_error():
-            raise _refused(what, matcher.get_error())
+            raise _refused(what, matcher.get_error(), option)
         return Matcher(matcher)
 
 
-def _refused(what: str, error: str) -> RequestError:
-    return RequestError(f"the {what} cannot be followed: {_reason(error)}")
+def _refused(what: str, error: str, option: str | None) -> RequestError:
+    return RequestError(f"the {what} cannot be followed: {_reason(error)}", option=option)
+
+
+# Where a rule leads to itself before any text, the library names a type of its own.
+_NO_END = {"NoExtensionBias": "it refers to itself without an end"}
 
 
 def _reason(error: str) -> str:
-    lines = error.strip().splitlines()
-    return lines[0] if lines else "no reason was given"
+    """The first line; of a regular expression, the parser's last, which says what is wrong."""
+    lines = error.strip().splitlines() or ["no reason was given"]
+    wrong = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
+    return " ".join([_NO_END.get(lines[0], lines[0]), *wrong[-1:]])

@@ -54,7 +54,7 @@ class Answering:
 
     def __init__(self, served: Served) -> None:
         self._served, self._loop = served, served.loop
-        self._prompts = Prompts(served.text)
+        self._prompts = Prompts(served.text, context_tokens=served.context_tokens)
         self.name, self.context_tokens = served.names[0], served.context_tokens
         self.spelling: Spelling = served.text.token_bytes
 

@@ -75,9 +75,7 @@ class ChatMessage(wire.Part):
     @property
     def text(self) -> str:
         """Its content in one piece."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or self.refusal or ""
+        return wire.joined(self.content or self.refusal or "")
 
 
 def to_template(messages: Sequence[ChatMessage]) -> list[Message]:

@@ -12,6 +12,8 @@ from hotset.core.errors import ConfigError
 from hotset.core.units import MIB
 
 _MAX_PORT = 65535
+# Each one that waits holds a connection, and a process has about so many.
+_MAX_WAITING = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +55,10 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= _MAX_PORT:
             raise ConfigError(f"`port` is {self.port}, it must be in 0..{_MAX_PORT}", option="port")
-        if self.max_waiting < 1:
+        if not 1 <= self.max_waiting <= _MAX_WAITING:
             raise ConfigError(
-                f"`max_waiting` is {self.max_waiting}, the least is 1", option="max_waiting"
+                f"`max_waiting` is {self.max_waiting}, it must be in 1..{_MAX_WAITING}",
+                option="max_waiting",
             )
         for name in self.names:
             if not name.strip():

@@ -33,6 +33,12 @@ _PROMPTS = {
     "/v1/completions": "prompt",
     "/v1/responses": "input",
 }
+# And an answer's schema.
+_SCHEMAS = {
+    "/v1/chat/completions": "response_format",
+    "/v1/completions": "response_format",
+    "/v1/responses": "text.format",
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Problem:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = _OPENAI_TYPES.get(self.status, kind)
         param = _PROMPTS.get(path) if self.code == _TOO_LONG else self.param
+        param = _SCHEMAS.get(path) if param == "schema" else param
         error = {"message": self.message, "type": kind, "param": param, "code": self.code}
         return {"error": error}
 

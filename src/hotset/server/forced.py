@@ -68,9 +68,9 @@ def _structure(text: Text, ask: Ask, form: AnswerForm | None) -> TokenMatcher | 
     if ask.schema is not None and not must_call:
         bodies.append("content")
         rules.append(f"content: {_content(text.grammars, form, ask)}")
-    what = "schema of the tools" if tools else "JSON schema"
+    what, option = ("schema of the tools", "tools") if tools else ("JSON schema", "schema")
     grammar = "\n".join([f"start: thought ({' | '.join(bodies)})", *rules])
-    return text.grammars.lark(grammar, what=what)
+    return text.grammars.lark(grammar, what=what, option=option)
 
 
 def _wanted(ask: Ask) -> tuple[Sequence[Tool], bool]:

@@ -85,7 +85,7 @@ def to_template(
         )
     made: list[Message] = []
     if system is not None:
-        made.append({"role": "system", "content": _text(system)})
+        made.append({"role": "system", "content": wire.joined(system)})
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
             made.append({"role": message.role, "content": message.content})
@@ -101,7 +101,7 @@ def _of_user(blocks: Sequence[Block], where: str) -> list[Message]:
     texts = []
     for number, block in enumerate(blocks):
         if isinstance(block, ToolResultBlock):
-            text = _text(block.content)
+            text = wire.joined(block.content)
             made.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         elif isinstance(block, TextBlock):
             texts.append(block.text)
@@ -129,10 +129,6 @@ def _of_assistant(blocks: Sequence[Block], where: str) -> list[Message]:
     if calls:
         made["tool_calls"] = calls
     return [made]
-
-
-def _text(content: str | Sequence[TextBlock]) -> str:
-    return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
 def _misplaced(block: Block, where: str, role: str) -> RequestError:

@@ -7,12 +7,13 @@ name, and nothing of the library's own arguments can be set from outside.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, TemplateError, meta
 
-from hotset.core.errors import RequestError
+from hotset.core.errors import ContextLengthError, RequestError
 from hotset.runtime.text import Text
 from hotset.server.ask import Ask
 from hotset.server.parsers.registry import reasons
@@ -26,16 +27,22 @@ _THINKING = ("enable_thinking", "thinking")
 # The library's own tag, which only marks what a model is trained on.
 _GENERATION = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
 
+# Text with more letters than this for each token of the context hardly fits: it is counted slice
+# by slice first, for the tokenizer takes a microsecond and 300 bytes a letter for the whole.
+_LETTERS_PER_TOKEN = 8
+_SLICE_LETTERS = 2**16
+
 
 class Prompts:
     """Makes the ids of prompts.
 
     Args:
         text: tokenizer and template.
+        context_tokens: the longest prompt.
     """
 
-    def __init__(self, text: Text) -> None:
-        self._text = text
+    def __init__(self, text: Text, *, context_tokens: int) -> None:
+        self._text, self._context_tokens = text, context_tokens
 
     def ids(self, ask: Ask) -> list[int]:
         """Ids of a request's prompt.
@@ -43,16 +50,45 @@ class Prompts:
         Raises:
             RequestError: no template, a template that refuses the messages, or variables and tools
                 that it does not read.
+            ContextLengthError: it has more than twice as many as the context.
         """
         if ask.messages is None:
             assert ask.prompt is not None
-            return (
-                self._text.encode(ask.prompt) if isinstance(ask.prompt, str) else list(ask.prompt)
-            )
+            if not isinstance(ask.prompt, str):
+                return list(ask.prompt)
+            self._check_size([ask.prompt], ask.max_tokens)
+            return self._text.encode(ask.prompt)
+        self._check_size([message["content"] for message in ask.messages], ask.max_tokens)
         variables = self._variables(ask)
         if ask.tools and ask.tool_choice != "none":
             variables["tools"] = [tool.to_template() for tool in ask.tools]
         return self._text.encode_chat(ask.messages, **variables)
+
+    def _check_size(self, texts: Sequence[str], max_tokens: int | None) -> None:
+        """Refuses what is far too long for the context, after as much work as one that is not.
+
+        A slice has a token more than its part of the whole, or two, so twice the context of them is
+        more than the context.
+        """
+        num_letters = sum(map(len, texts))
+        if num_letters <= _LETTERS_PER_TOKEN * self._context_tokens + _SLICE_LETTERS:
+            return
+        counted = num_tokens = 0
+        for text in texts:
+            for start in range(0, len(text), _SLICE_LETTERS):
+                part = text[start : start + _SLICE_LETTERS]
+                num_tokens += len(self._text.encode_part(part))
+                counted += len(part)
+                if num_tokens > 2 * self._context_tokens:
+                    num_prompt = num_tokens * num_letters // counted
+                    raise ContextLengthError(
+                        f"about {num_prompt} prompt tokens do not fit the context of "
+                        f"{self._context_tokens}",
+                        hint="shorten the prompt, or load with a larger `--context`",
+                        num_prompt=num_prompt,
+                        num_new=max_tokens,
+                        context_tokens=self._context_tokens,
+                    )
 
     @cached_property
     def read(self) -> frozenset[str]:

@@ -99,11 +99,11 @@ def to_template(instructions: str | None, items: str | Sequence[InputItem]) -> l
     for number, item in enumerate(items):
         if isinstance(item, CallOutputItem):
             made.append(
-                {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+                {"role": "tool", "tool_call_id": item.call_id, "content": wire.joined(item.output)}
             )
         elif isinstance(item, MessageItem) and item.role != "assistant":
             role = "system" if item.role == "developer" else item.role
-            made.append({"role": role, "content": _text(item.content)})
+            made.append({"role": role, "content": wire.joined(item.content)})
         else:
             _add_to_turn(_turn(made), item, number)
     return list(made)
@@ -120,17 +120,13 @@ def _add_to_turn(
     turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem, number: int
 ) -> None:
     if isinstance(item, MessageItem):
-        turn["content"] += _text(item.content)
+        turn["content"] += wire.joined(item.content)
     elif isinstance(item, CallItem):
         arguments = wire.json_object(item.arguments, name=f"input[{number}].arguments")
         turn.setdefault("tool_calls", []).append(template_call(item.call_id, item.name, arguments))
     else:
         text = "".join(piece.text for piece in item.content or item.summary)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
-
-
-def _text(content: str | Sequence[ItemText]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Items:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -171,6 +171,16 @@ def check_parts(value: object, known: Sequence[str], words: str) -> object:
         if kind not in known:
             raise ValueError(f"`content[{number}].type` is {kind!r}: {words}")
     return value
+
+
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+def joined(content: str | Sequence[_HasText]) -> str:
+    """A content in one piece."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def stops(value: str | Sequence[str] | None) -> tuple[str, ...]:

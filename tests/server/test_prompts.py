@@ -1,0 +1,70 @@
+"""Prompts that are far too long are refused after a part of them; others are made in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import anthropic
+import pytest
+from clients import NAME, Scripted
+
+from hotset.core.errors import ContextLengthError
+from hotset.runtime.text import Text
+from hotset.server.ask import Ask
+from hotset.server.prompts import Prompts
+
+
+@dataclass
+class Encoder:
+    """A tokenizer whose tokens are `letters` long, and how many of them it has seen."""
+
+    letters: int
+    chat_template: str = "{{ messages }}"
+    seen: list[int] = field(default_factory=list)
+
+    def encode(self, text: str) -> list[int]:
+        self.seen.append(len(text))
+        return [1] * (len(text) // self.letters)
+
+    encode_part = encode
+
+    def encode_chat(self, messages: Any) -> list[int]:
+        return self.encode("".join(message["content"] for message in messages))
+
+
+def prompts(encoder: Encoder) -> Prompts:
+    return Prompts(cast("Text", encoder), context_tokens=1000)
+
+
+@pytest.mark.parametrize("num_texts", [1, 3])
+def test_a_part_is_enough_to_refuse(num_texts: int) -> None:
+    """2,000 tokens of 4 letters are in the first slice of 65,536."""
+    encoder = Encoder(letters=4)
+    turns = [{"role": "user", "content": "x" * 400_000}] * num_texts
+    with pytest.raises(ContextLengthError, match=f"about {num_texts}00000 prompt tokens"):
+        prompts(encoder).ids(Ask(messages=turns))
+    assert encoder.seen == [2**16]
+
+
+@pytest.mark.parametrize("letters", [100, 400])
+def test_what_may_fit_is_made_in_one_piece(letters: int) -> None:
+    """200,000 letters are 2,000 tokens, or 500: whether they fit is for the scheduler to say."""
+    encoder = Encoder(letters)
+    ids = prompts(encoder).ids(Ask(prompt="x" * 200_000))
+    assert len(ids) == 200_000 // letters and encoder.seen[-1] == 200_000
+
+
+def test_a_usual_prompt_is_read_once() -> None:
+    encoder = Encoder(letters=4)
+    assert len(prompts(encoder).ids(Ask(prompt="x" * 4000))) == 1000
+    assert encoder.seen == [4000]
+
+
+def test_what_a_client_is_told(server: Scripted) -> None:
+    """The words that clients look for to shorten a conversation, with about the right numbers."""
+    with pytest.raises(anthropic.BadRequestError, match=r"too long: 1000000 tokens > 4096 maximum"):
+        server.anthropic().messages.create(
+            model=NAME, messages=[{"role": "user", "content": "x" * 1_000_000}], max_tokens=5
+        )
+    assert server.is_idle

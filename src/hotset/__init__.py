@@ -18,7 +18,9 @@ __all__ = ["Model", "Stats", "Token", "__version__", "load"]
 def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import; `hotset --help` and `core` need neither.
     if name in {"Model", "Stats", "Token", "load"}:
-        from hotset import api
+        from hotset.core.transformers_line import explain_other_line
 
+        with explain_other_line():
+            from hotset import api
         return getattr(api, name)
     raise AttributeError(f"module `hotset` has no attribute `{name}`")

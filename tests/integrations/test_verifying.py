@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from changed import OLD
 
 from hotset.checkpoint.source import resolve_model
@@ -36,11 +34,3 @@ def test_weights_that_are_made_up_are_compared_with_no_file(run_vllm: Run) -> No
     answer = run_vllm(**AT_START, options={"load_format": "dummy"})
     assert "failed" not in answer, answer["failed"]
     assert answer["verify"] == [[]]
-
-
-def test_the_line_is_the_one_that_hotset_pins() -> None:
-    pytest.importorskip("vllm", reason="vLLM is not installed (requirements-vllm.txt)")
-    from hotset.integrations.vllm.checks import TRANSFORMERS_LINE
-
-    project = Path(__file__).parents[2] / "pyproject.toml"
-    assert f'"transformers>={TRANSFORMERS_LINE},<' in project.read_text(encoding="utf-8")

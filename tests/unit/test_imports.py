@@ -23,7 +23,7 @@ ALLOWED = {
     "server": {"hotset", "api", "runtime", "models", "checkpoint", "experts", "kernels", "core"},
     "bench": {"hotset", "api", "runtime", "models", "checkpoint", "experts", "kernels", "core"},
     "integrations": {"runtime", "checkpoint", "experts", "kernels", "core"},
-    "hotset": {"api"},
+    "hotset": {"api", "core"},
     "api": {"runtime", "models", "checkpoint", "experts", "kernels", "core"},
     "runtime": {"models", "checkpoint", "experts", "kernels", "core"},
     "models": {"checkpoint", "kernels", "core"},

@@ -25,6 +25,7 @@ from hotset.cli.usage import usage_in_our_words
 from hotset.cli.verify import verify
 from hotset.core import env
 from hotset.core.errors import ConfigError, HotsetError
+from hotset.core.transformers_line import explain_other_line
 
 INTERRUPTED = 130  # what a shell gives for SIGINT
 # What the system says of an output that takes no more.
@@ -83,7 +84,8 @@ def main(args: list[str] | None = None) -> None:
     try:
         level = env.LOG_LEVEL.get() or "warning"
         logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-        _run(args)
+        with explain_other_line():
+            _run(args)
     except HotsetError as error:
         _fail(str(error), error.exit_code, debug=debug)
     except KeyboardInterrupt:

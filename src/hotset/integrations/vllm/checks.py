@@ -16,13 +16,12 @@ from vllm.distributed import (
 )
 from vllm.logger import init_logger
 
-from hotset.core.errors import CheckpointError, ConfigError
+from hotset.core.errors import CheckpointError
+from hotset.core.transformers_line import is_other_line, other_line
 from hotset.integrations.vllm.model import ModelExperts
 from hotset.integrations.vllm.verify import verify_experts
 
 logger = init_logger("vllm.hotset.checks")  # vLLM shows what is logged below its own name
-
-TRANSFORMERS_LINE = "5.23"  # as pyproject.toml has it, which vLLM's environments do not follow
 
 
 def check_verifiable(vllm_config: VllmConfig) -> None:
@@ -35,15 +34,9 @@ def check_verifiable(vllm_config: VllmConfig) -> None:
         return
     import transformers
 
-    found = transformers.__version__
-    if found.split(".")[:2] != TRANSFORMERS_LINE.split("."):
-        raise ConfigError(
-            f"experts cannot be compared with the checkpoint's files: transformers is {found}, "
-            f"hotset reads files with {TRANSFORMERS_LINE}",
-            hint=f"`pip install --no-deps 'transformers~={TRANSFORMERS_LINE}.0'` in vLLM's "
-            "environment, or do not ask to verify",
-            option="verify",
-        )
+    if is_other_line(transformers.__version__):
+        failed = "`verify` cannot compare experts with the checkpoint's files"
+        raise other_line(transformers.__version__, failed=failed)
 
 
 def all_that_is_wrong(model: ModelExperts, vllm_config: VllmConfig) -> list[str]:

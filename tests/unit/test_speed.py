@@ -87,9 +87,13 @@ def test_what_was_not_measured_is_said() -> None:
     assert "as fast as one of large" in " ".join(predict(model_of(), 32).assumptions)
     grouped = replace(RATES, expert_tflops=50.0)
     assert "as fast as one of large" not in " ".join(predict(model_of(grouped), 32).assumptions)
-    # With a slot for each, 4,096 tokens are bound by their experts' operations.
-    slow, fast = (predict(model_of(rates), 128).prompt for rates in (grouped, RATES))
-    assert slow.experts_ms == pytest.approx(RATES.gemm_tflops / 50 * fast.experts_ms)
+    # With a slot for each, 4,096 tokens are bound by their experts' operations, beside their sums.
+    slower = replace(RATES, expert_tflops=25.0)
+    slowest, slow, fast = (
+        predict(model_of(rates), 128).prompt.experts_ms for rates in (slower, grouped, RATES)
+    )
+    more = (1 / 25 - 1 / 50) / (1 / 50 - 1 / RATES.gemm_tflops)
+    assert slowest - slow == pytest.approx(more * (slow - fast))
     assert "attention of a prompt is as fast" in " ".join(
         SpeedModel(attending(), RATES, assumed_curve()).assumptions
     )

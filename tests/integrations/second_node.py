@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from vllm_process import free_port
@@ -34,12 +35,14 @@ def started(options: dict[str, Any]) -> Iterator[None]:
     """
     environ = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": "1"}
     command = [sys.executable, __file__, json.dumps({**options, "node_rank": 1})]
-    node = subprocess.Popen(command, env=environ, stdout=sys.stderr)
+    node = subprocess.Popen(command, env=environ, stdout=sys.stderr, start_new_session=True)
     try:
         yield
     finally:
         node.terminate()
         node.wait(60)
+        with suppress(ProcessLookupError):  # a worker that waits for the first node's stays
+            os.killpg(node.pid, signal.SIGKILL)
 
 
 def main(options: dict[str, Any]) -> None:

@@ -269,7 +269,8 @@ def grouped(
     h_NI = x_TH.new_empty(num_tokens * top_k, inter)
     up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
     fills = fill_E is not None
-    up, down = (matrix_tile(m, x_TH, grouping, fill=fills) for m in (up_matrix, down_matrix))
+    of_block = (x_TH.element_size(), grouping.block_tokens, x_TH.device)
+    up, down = (matrix_tile(m, *of_block, fill=fills) for m in (up_matrix, down_matrix))
     units = up.rows // 2 if spec.gate.has_gate else up.rows
     offset = {field.name: field.offset for field in spec.layout.fields}
     blocks = (
@@ -280,7 +281,7 @@ def grouped(
         address_E,
         address_E if fill_E is None else fill_E,
     )
-    shared = shared_constants(spec, grouping, fill=fills)
+    shared = shared_constants(spec, grouping.block_tokens, fill=fills)
     _up_kernel[(grouping.num_blocks * triton.cdiv(inter, units),)](
         x_TH,
         *blocks,
@@ -309,25 +310,27 @@ def grouped(
     return y_TKH
 
 
-def matrix_tile(matrix: Matrix, x_TH: torch.Tensor, grouping: Grouping, *, fill: bool) -> Tile:
+def matrix_tile(
+    matrix: Matrix, element_bytes: int, block_tokens: int, device: torch.device, *, fill: bool
+) -> Tile:
     return grouped_tile(
-        x_TH.element_size(),
-        grouping.block_tokens,
-        shared_memory_bytes(x_TH.device),
+        element_bytes,
+        block_tokens,
+        shared_memory_bytes(device),
         per_word=matrix.per_word,
         # Made in registers, as what is also stored: see `launch._synchronous`.
         fill=fill or matrix.codes == "lossless",
     )
 
 
-def shared_constants(spec: ExpertSpec, grouping: Grouping, *, fill: bool) -> dict[str, Any]:
+def shared_constants(spec: ExpertSpec, block_tokens: int, *, fill: bool) -> dict[str, Any]:
     """What both kernels are compiled for, whatever their tiles."""
     return {
         "HIDDEN": spec.hidden,
         "INTER": spec.intermediate,
         "HAS_BIAS": spec.has_bias,
         "FILL": fill,
-        "TOKENS": grouping.block_tokens,
+        "TOKENS": block_tokens,
         "INTERPRET": is_interpreted(_up_kernel),
     }
 

@@ -14,7 +14,9 @@ not where they lead; ranges and windows cannot change a bit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +31,7 @@ from hotset.kernels.device import (
     round_to,
     up_rows,
 )
-from hotset.kernels.launch import Tile, resident_programs, shared_memory_bytes
+from hotset.kernels.launch import resident_programs, shared_memory_bytes
 from hotset.kernels.moe_grouped import (
     block_and_tile,
     block_pairs,
@@ -197,24 +199,23 @@ def _accumulate_kernel(
 
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, CHOICES)
-    places = tl.load(place_TK + token * TOP_K + choice, mask=choice < TOP_K, other=-1)
-    if tl.sum(((places >= first_place) & (places < end_place)).to(tl.int32)) == 0:
+    places = tl.load(place_TK + token * TOP_K + choice, mask=choice < TOP_K, other=2**31 - 1)
+    # A row's places ascend, padding last: choices of the window follow each other, with none
+    # before them nothing has been added yet, and with none behind them the sum is whole.
+    before = tl.sum((places < first_place).to(tl.int32))
+    behind = tl.sum((places < end_place).to(tl.int32))
+    if before == behind:
         return
-    # A row's places ascend, padding last: no choice before the window has nothing been added, and
-    # with none behind it the sum is whole.
-    begins = tl.load(place_TK + token * TOP_K) >= first_place
-    num_pairs = tl.load(bounds + num_experts)
-    ends = tl.sum(((places >= end_place) & (places < num_pairs)).to(tl.int32)) == 0
+    ends = behind == tl.sum((places < tl.load(bounds + num_experts)).to(tl.int32))
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < HIDDEN
     row = token * HIDDEN + h
-    acc = tl.load(sum_TH + row, mask=inside & (begins == 0), other=0.0)
-    for k in range(TOP_K):
+    acc = tl.load(sum_TH + row, mask=inside & (before > 0), other=0.0)
+    for k in range(before, behind):
         place = tl.load(place_TK + token * TOP_K + k)
-        if (place >= first_place) & (place < end_place):
-            weight = tl.load(weights_TK + token * TOP_K + k).to(tl.float32)
-            y = y_RH + (place - first_place).to(tl.int64) * HIDDEN + h
-            acc += weight * tl.load(y, mask=inside, other=0.0)
+        weight = tl.load(weights_TK + token * TOP_K + k).to(tl.float32)
+        y = y_RH + (place - first_place).to(tl.int64) * HIDDEN + h
+        acc += weight * tl.load(y, mask=inside, other=0.0)
     if ends:
         tl.store(out_TH + row, round_to(acc, out_TH.dtype.element_ty, INTERPRET), mask=inside)
     else:
@@ -266,38 +267,20 @@ def expert_rows(
         h_RI, y_RH: written; rows beyond the window's pairs are left as they are.
     """
     grouping = ranges.grouping
-    up_matrix, down_matrix = Matrix.of(spec, "up"), Matrix.of(spec, "down")
-    up, down = (matrix_tile(m, x_TH, grouping, fill=False) for m in (up_matrix, down_matrix))
-    units = up.rows // 2 if spec.gate.has_gate else up.rows
-    offset = {field.name: field.offset for field in spec.layout.fields}
-    order = (grouping.order_N, grouping.bounds)
+    up, down = _launches(spec, x_TH.dtype, grouping.block_tokens, x_TH.device)
     blocks = (grouping.block_expert_B, grouping.block_start_B, ranges.first_block, address_E)
-    shared = shared_constants(spec, grouping, fill=False)
-    num_tiles = window[3] * triton.cdiv(spec.intermediate, units)
-    _up_range_kernel[_grid(up, num_tiles, x_TH, grouping.block_tokens)](
+    _up_range_kernel[up.grid(window[3])](
         x_TH,
-        *order,
+        grouping.order_N,
+        grouping.bounds,
         *blocks,
         h_RI,
         *window,
         TOP_K=ranges.ids_TK.shape[1],
-        M=up_matrix,
-        BIAS=offset.get("up_bias", 0),
-        **shared,
-        **launch_shape(up),
-        **gate_constants(spec.gate),
+        **up.constants,
     )
-    num_tiles = window[3] * triton.cdiv(spec.hidden, down.rows)
-    _down_range_kernel[_grid(down, num_tiles, x_TH, grouping.block_tokens)](
-        h_RI,
-        grouping.bounds,
-        *blocks,
-        y_RH,
-        *window,
-        M=down_matrix,
-        BIAS=offset.get("down_bias", 0),
-        **shared,
-        **launch_shape(down),
+    _down_range_kernel[down.grid(window[3])](
+        h_RI, grouping.bounds, *blocks, y_RH, *window, **down.constants
     )
 
 
@@ -334,12 +317,52 @@ def accumulate(
     )
 
 
-def _grid(tile: Tile, num_tiles: int, x_TH: torch.Tensor, block_tokens: int) -> tuple[int]:
-    """No more programs than run at a time."""
-    device = x_TH.device
-    shared_bytes = shared_memory_bytes(device)
-    each = resident_programs(tile, x_TH.element_size(), block_tokens, shared_bytes)
-    return (max(1, min(num_tiles, each * _num_processors(device))),)
+@dataclass(frozen=True)
+class _Launch:
+    """How a kernel runs, whatever the prompt.
+
+    Attributes:
+        tiles: of a block.
+        most_programs: that run at a time.
+        constants: of the kernel.
+    """
+
+    tiles: int
+    most_programs: int
+    constants: dict[str, Any]
+
+    def grid(self, num_blocks: int) -> tuple[int]:
+        """No more programs than run at a time."""
+        return (max(1, min(num_blocks * self.tiles, self.most_programs)),)
+
+
+@cache  # a layer of a prompt asks for it dozens of times, and it takes as long as the launches
+def _launches(
+    spec: ExpertSpec, dtype: torch.dtype, block_tokens: int, device: torch.device
+) -> tuple[_Launch, _Launch]:
+    """Of the first projection and of the second."""
+    shared_bytes, launches = shared_memory_bytes(device), []
+    offset = {field.name: field.offset for field in spec.layout.fields}
+    for name in ("up", "down"):
+        matrix = Matrix.of(spec, name)
+        tile = matrix_tile(matrix, dtype.itemsize, block_tokens, device, fill=False)
+        rows, gate = spec.hidden, {}
+        if name == "up":
+            rows, gate = spec.intermediate, gate_constants(spec.gate)
+            if spec.gate.has_gate:
+                rows *= 2
+        each = resident_programs(tile, dtype.itemsize, block_tokens, shared_bytes)
+        constants = {
+            "M": matrix,
+            "BIAS": offset.get(f"{name}_bias", 0),
+            **shared_constants(spec, block_tokens, fill=False),
+            **launch_shape(tile),
+            **gate,
+        }
+        most = each * _num_processors(device)
+        launches.append(_Launch(triton.cdiv(rows, tile.rows), most, constants))
+    up, down = launches
+    return up, down
 
 
 @cache

@@ -216,10 +216,12 @@ class ExpertStream:
         row_E = self._store.table.row(layer)
         if staged is None and (part.first, part.stop) == (0, len(row_E)):
             return row_E
-        chosen = np.full(len(row_E), -1, dtype=np.int64)  # outside
-        chosen[part.first : part.stop] = 0  # as the table says
+        # What is taken of the table, and what is added to it.
+        chosen_2E = np.zeros((2, len(row_E)), dtype=np.int64)
+        chosen_2E[0, part.first : part.stop] = 1
         if staged is not None:
-            places = np.arange(len(staged.experts)) * staged.record_bytes
-            chosen[list(staged.experts)] = staged.address + places
-        chosen_E = sent(chosen, row_E.device)
-        return torch.where(chosen_E == 0, row_E, chosen_E.clamp(min=0))
+            brought = list(staged.experts)
+            chosen_2E[0, brought] = 0
+            chosen_2E[1, brought] = staged.address + np.arange(len(brought)) * staged.record_bytes
+        taken_E, added_E = sent(chosen_2E, row_E.device)
+        return torch.addcmul(added_E, row_E, taken_E)

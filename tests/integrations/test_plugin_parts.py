@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotset.checkpoint.source import resolve_model
 from hotset.core.config import EngineConfig
-from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.errors import CapacityError, CheckpointError, ConfigError
 from hotset.core.fingerprint import ModelFingerprint
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, ModelGeometry, MoELayer
 from hotset.core.profile import NUM_REUSE_BUCKETS, Profile
@@ -92,20 +93,22 @@ def pocket_geometry() -> ModelGeometry:
     return describe("pocket").geometry
 
 
-def line_of(on: str = "cuda", **options: Any) -> list[str]:
+POCKET = resolve_model("pocket")
+
+
+def line_of(on: str = "cuda", folder: Path = POCKET, **options: Any) -> list[str]:
     settings = {"device": "cpu", "vram": "80MiB", "context": 512, "max_batch": 2} | options
     config = EngineConfig.from_options("pocket", **settings)
     _, plan = plan_engine(pocket_geometry(), config)
     listening = Listening(host="127.0.0.1", port=8000, names=("a", "b"), api_keys=("secret",))
-    folder = "/models/pocket"
-    return command_line(folder, plan=plan, device=on, config=config, listening=listening)
+    return command_line(str(folder), plan=plan, device=on, config=config, listening=listening)
 
 
 def test_the_command_line_has_the_numbers_of_the_plan() -> None:
     line = line_of(policy="lru")
     assert line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     values = dict(pairwise(line))
-    assert values["--model"] == "/models/pocket" and values["--served-model-name"] == "a"
+    assert values["--model"] == str(POCKET) and values["--served-model-name"] == "a"
     assert values["--max-model-len"] == "512" and values["--max-num-seqs"] == "2"
     assert int(values["--kv-cache-memory-bytes"]) > 0 and values["--api-key"] == "secret"
     hotset = json.loads(values["--additional-config"])["hotset"]
@@ -153,3 +156,11 @@ def test_a_cpu_has_no_graphs_to_cut() -> None:
 def test_what_vllm_has_no_like_of_is_refused(options: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         line_of(**options)
+
+
+def test_a_quantised_checkpoint_is_refused_before_vllm_starts(tmp_path: Path) -> None:
+    config = json.loads((POCKET / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="quantised with `fp8`"):
+        line_of(folder=tmp_path)

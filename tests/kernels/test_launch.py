@@ -85,3 +85,13 @@ def test_short_rows_of_light_codes_come_in_pairs_of_tiles() -> None:
     assert (short.rows, short.cols) == (2 * usual.rows, usual.cols)
     assert packed_one_token_tile("up", 2048, 8, light=False) == usual
     assert packed_one_token_tile("up", 4096, 8, light=True) == usual
+
+
+def test_steps_begin_on_lines_where_that_takes_no_step_more() -> None:
+    """Rows of 1,440 bytes begin at 4 places of a line, 96 bytes before them is the most; of 128
+    codes a step no last one has room for that."""
+    for name in ("up", "down"):
+        tile = packed_one_token_tile(name, 2880, 8, light=True, period=4)
+        assert tile.stride == 4 and -(-2880 // tile.cols) == -(-(2880 + 96 * 2) // tile.cols)
+        assert packed_one_token_tile(name, 2880, 8, light=True).stride == 1
+    assert packed_one_token_tile("down", 192, 8, light=True, period=4).stride == 1

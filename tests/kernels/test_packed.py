@@ -17,6 +17,7 @@ from hotset.kernels.codes import decode_e4m3 as e4m3_in_registers
 from hotset.kernels.codes import decode_e8m0 as e8m0_in_registers
 from hotset.kernels.dequantise import decode_e2m1, decode_e4m3, decode_e8m0, multiplied_weights
 from hotset.kernels.dispatch import ReferenceKernels, TritonKernels
+from hotset.kernels.packed import Matrix
 from kernels.packed_support import (
     FORMATS,
     KINDS,
@@ -26,7 +27,15 @@ from kernels.packed_support import (
     packed_experts,
     up_only,
 )
-from kernels.support import DEVICE, GATES, Experts, make_inputs, mistaken, oracle
+from kernels.support import (
+    DEVICE,
+    GATES,
+    Experts,
+    addresses_of,
+    make_inputs,
+    mistaken,
+    oracle,
+)
 
 TRITON, REFERENCE = TritonKernels(), ReferenceKernels()
 EVERY = pytest.mark.parametrize("name", FORMATS)
@@ -154,6 +163,29 @@ def test_whole_tiles_only(num_tokens: int) -> None:
     x_TH, ids_TK = make_inputs(experts, num_tokens, 1, padding=False)
     y_TKH = TRITON.expert_outputs(x_TH, ids_TK, experts.addresses, experts.spec)
     oracle(experts, x_TH, ids_TK).check(y_TKH)
+
+
+# Rows that do not begin on a line of 128 bytes: they have 416 bytes, or 320.
+CUT_LINES = [("mxfp4", 832, 4), ("int4 zeros", 640, 2), ("fp8 tensor", 320, 2)]
+
+
+@pytest.mark.parametrize(("name", "columns", "stride"), CUT_LINES)
+def test_rows_that_begin_anywhere_in_a_line(name: str, columns: int, stride: int) -> None:
+    """One token, tiles of every `stride`-th row: sums, and records that are filled on the way."""
+    for which, hidden, inter in (("up", columns, 40), ("down", 12, columns)):
+        experts = packed_experts(
+            name, 1, hidden=hidden, intermediate=inter, gate=NO_GATE, dtype="bfloat16"
+        )
+        assert Matrix.of(experts.spec, which).line_period == stride
+        x_TH, ids_TK = make_inputs(experts, 1, 1, padding=False)
+        slots = torch.zeros_like(experts.records)
+        y_TKH = TRITON.expert_outputs(
+            x_TH, ids_TK, experts.addresses, experts.spec, fill_E=addresses_of(slots)
+        )
+        oracle(experts, x_TH, ids_TK).check(y_TKH)
+        for field in experts.spec.layout.fields:
+            part = slice(field.offset, field.offset + field.nbytes)
+            assert torch.equal(slots[:, part], experts.records[:, part]), field.name
 
 
 @pytest.mark.parametrize(("name", "mistake"), MISTAKES, ids=lambda v: getattr(v, "__name__", v))

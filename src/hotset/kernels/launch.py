@@ -30,6 +30,7 @@ class Tile:
         group: token blocks that neighbouring programs share a weight tile across (L2 reuse).
         tiles: tiles that a program takes in turn, the next one's first weights in flight.
         registers: of a thread at most, `None` for what the compiler takes.
+        stride: rows of a tile are so many apart (`packed.Matrix.line_period`).
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Tile:
     group: int = 1
     tiles: int = 1
     registers: int | None = None
+    stride: int = 1
 
 
 # One token, FMA, by bytes of an element. 2-byte rows measured on an H200 (H 2048, I 768, BF16,
@@ -65,6 +67,7 @@ ONE_TOKEN_DOWN_PACKED = {8: Tile(32, 256, 4, 3), 4: Tile(16, 256, 4, 3)}
 # Of a row's steps at most this share may lie beyond its end: lanes without work.
 _MOST_WASTE = 1 / 4
 _PART_WORDS = 16
+_LINE_WORDS = 32
 
 # Many tokens, by (bytes of an element, tokens of a block). Up to 64 tokens it is the reading of
 # weights that takes time: narrow tiles, many programs, 256-byte row pieces. FP32 is IEEE, which
@@ -129,14 +132,21 @@ def plain_one_token_tile(tile: Tile, rows: int, columns: int) -> Tile:
     )
 
 
-def packed_one_token_tile(name: str, columns: int, per_word: int, *, light: bool) -> Tile:
+def packed_one_token_tile(
+    name: str, columns: int, per_word: int, *, light: bool, period: int = 1
+) -> Tile:
     """The table's tile, with fewer columns where much of a last step would lie beyond a row's end.
+
+    Rows that do not begin on a line are read in whole lines all the same: a tile takes those that
+    begin at the same place of one, and its steps begin before them. Where that would take a step
+    more, lines are cut.
 
     Args:
         name: `up` or `down`.
         columns: K of the matrix.
         per_word: codes of a 32-bit word.
         light: codes are multiplied by scales that BF16 holds, and have no zero points.
+        period: rows from one that begins at some place of a line to the next that does.
     """
     tile = (ONE_TOKEN_UP_PACKED if name == "up" else ONE_TOKEN_DOWN_PACKED)[per_word]
     short = columns % tile.cols == 0 and columns <= _FEW_STEPS * tile.cols
@@ -145,7 +155,9 @@ def packed_one_token_tile(name: str, columns: int, per_word: int, *, light: bool
     rows, cols = tile.rows, tile.cols
     while cols > _PART_WORDS * per_word and -columns % cols > _MOST_WASTE * columns:
         rows, cols = rows * 2, cols // 2
-    return replace(tile, rows=rows, cols=cols)
+    before = (_LINE_WORDS - _LINE_WORDS // period) * per_word  # columns, at most
+    stride = period if -columns % cols >= before else 1
+    return replace(tile, rows=rows, cols=cols, stride=stride)
 
 
 def grouped_tile(

@@ -238,7 +238,7 @@ def one_token(
     routed = (ids_1K, address_E, address_E if fill_E is None else fill_E)
     shared = _shared_constants(spec, fill=fill_E is not None)
     dependent = dependent_launch(x_1H.device)
-    up_kernel[(triton.cdiv(inter, units), choices)](
+    up_kernel[(_num_tiles(inter, units, up), choices)](
         x_1H,
         *routed,
         h_KI,
@@ -249,7 +249,7 @@ def one_token(
         **(dependent if behind_match else waiting_launch(dependent)),
     )
     down_rows = down["ROWS"] * down.get("TILES", 1)
-    down_kernel[(triton.cdiv(hidden, down_rows), choices)](
+    down_kernel[(_num_tiles(hidden, down_rows, down), choices)](
         h_KI,
         *routed,
         y_1KH,
@@ -260,6 +260,12 @@ def one_token(
         **dependent,
     )
     return y_1KH
+
+
+def _num_tiles(rows: int, tile_rows: int, constants: dict[str, Any]) -> int:
+    """Programs that take all rows of a half; a tile holds rows that are `stride` apart."""
+    stride: int = constants["M"].stride
+    return -(-rows // (tile_rows * stride)) * stride
 
 
 def _shared_constants(spec: ExpertSpec, *, fill: bool) -> dict[str, Any]:
@@ -293,7 +299,10 @@ def _projection(spec: ExpertSpec, name: str, x_1H: torch.Tensor) -> tuple[Any, d
     else:
         kernel = packed_up_kernel if is_up else packed_down_kernel
         light = matrix.scale_is_bfloat16 and matrix.zero < 0
-        tile = packed_one_token_tile(name, matrix.columns, matrix.per_word, light=light)
+        tile = packed_one_token_tile(
+            name, matrix.columns, matrix.per_word, light=light, period=matrix.line_period
+        )
+        matrix = replace(matrix, stride=tile.stride)
         pipeline = {"AHEAD": min(tile.stages, triton.cdiv(matrix.columns, tile.cols))}
     offset = {field.name: field.offset for field in spec.layout.fields}
     return kernel, pipeline | {

@@ -13,7 +13,13 @@ import triton.language as tl
 
 from hotset.kernels.dependent import wait_for_previous
 from hotset.kernels.device import apply_gate, fill_address, load_bias, round_to, routed_record
-from hotset.kernels.packed_rows import first_inputs, packed_row_sums, read_ahead, tile_rows
+from hotset.kernels.packed_rows import (
+    first_inputs,
+    packed_row_sums,
+    read_ahead,
+    tile_rows,
+    tile_units,
+)
 
 
 @triton.jit
@@ -49,21 +55,35 @@ def packed_up_kernel(
         wait_for_previous(DEPENDENT)
         return
     dtype: tl.constexpr = x_H.dtype.element_ty
-    whole: tl.constexpr = INTER % (ROWS // 2 if GATED else ROWS) == 0
-    rows, inside = tile_rows(tl.program_id(0), INTER, ROWS, GATED)
-    inputs = first_inputs(x_H, record, rows, M, COLS)
-    ahead = read_ahead(record, rows, inside, M, COLS, AHEAD, whole)
+    units: tl.constexpr = ROWS // 2 if GATED else ROWS
+    whole: tl.constexpr = INTER % (units * M.stride) == 0
+    rows, inside, begin = tile_rows(tl.program_id(0), M, ROWS, GATED)
+    inputs = first_inputs(x_H, record, rows, begin, M, COLS)
+    ahead = read_ahead(record, rows, inside, begin, M, COLS, AHEAD, whole)
     wait_for_previous(DEPENDENT)
     fill = fill_address(fill_E, expert, FILL)
     u = packed_row_sums(
-        x_H, record, fill, rows, inside, ahead, inputs, M, COLS, AHEAD, whole, FILL, INTERPRET
+        x_H,
+        record,
+        fill,
+        rows,
+        inside,
+        begin,
+        ahead,
+        inputs,
+        M,
+        COLS,
+        AHEAD,
+        whole,
+        FILL,
+        INTERPRET,
     )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
     unit, g = rows, u
     if GATED:
-        g, u = tl.split(tl.trans(tl.reshape(u, (2, ROWS // 2))))
-        unit = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        g, u = tl.split(tl.trans(tl.reshape(u, (2, units))))
+        unit = tile_units(tl.program_id(0), tl.arange(0, units), units, M.stride)
     h = apply_gate(g, u, FORM, ACTIVATION, LIMIT, ALPHA, GATE_CAP, UP_CAP)
     tl.store(h_KI + choice * INTER + unit, round_to(h, dtype, INTERPRET), mask=unit < INTER)
 
@@ -91,7 +111,7 @@ def packed_down_kernel(
 ):
     choice = tl.program_id(1)
     expert, real, record = routed_record(ids_K, address_E, num_experts, choice)
-    rows, inside = tile_rows(tl.program_id(0), HIDDEN, ROWS, False)
+    rows, inside, begin = tile_rows(tl.program_id(0), M, ROWS, False)
     out = y_KH + choice * HIDDEN + rows
     if record == 0:
         wait_for_previous(DEPENDENT)
@@ -99,15 +119,28 @@ def packed_down_kernel(
         tl.store(out, tl.zeros(rows.shape, tl.float32), mask=inside & zeroed)
         return
     dtype: tl.constexpr = h_KI.dtype.element_ty
-    whole: tl.constexpr = HIDDEN % ROWS == 0
-    ahead = read_ahead(record, rows, inside, M, COLS, AHEAD, whole)
+    whole: tl.constexpr = HIDDEN % (ROWS * M.stride) == 0
+    ahead = read_ahead(record, rows, inside, begin, M, COLS, AHEAD, whole)
     # What the match wrote is there already: the first projection has waited for it.
     fill = fill_address(fill_E, expert, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
-    inputs = first_inputs(h_I, record, rows, M, COLS)
+    inputs = first_inputs(h_I, record, rows, begin, M, COLS)
     y = packed_row_sums(
-        h_I, record, fill, rows, inside, ahead, inputs, M, COLS, AHEAD, whole, FILL, INTERPRET
+        h_I,
+        record,
+        fill,
+        rows,
+        inside,
+        begin,
+        ahead,
+        inputs,
+        M,
+        COLS,
+        AHEAD,
+        whole,
+        FILL,
+        INTERPRET,
     )
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)

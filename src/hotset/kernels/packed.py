@@ -9,13 +9,15 @@ experts, tokens or grids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from hotset.core.formats import CODES_PER_WORD
+from hotset.core.formats import CODES_PER_WORD, WORD_BYTES
 from hotset.core.geometry import ExpertSpec
+from hotset.core.record import ALIGN_BYTES
 from hotset.kernels.codes import decode_e4m3, decode_e8m0, pair_factors, weights_of_pair
 from hotset.kernels.device import field_pointer, load_weights
 
@@ -49,6 +51,8 @@ class Matrix(dict[str, Any]):
         offset, scale, zero, factor, order: bytes into the record; `ABSENT` for none.
         exponent, row, rare: the same, of `lossless`.
         row_rare, rare_places: places of its table for a row, and the power of two above.
+        stride: rows of a tile are so many apart; only the packed kernels of one token know others
+            than 1, where that makes all rows of a tile begin at the same place of a line.
     """
 
     codes: str
@@ -71,6 +75,7 @@ class Matrix(dict[str, Any]):
     rare: int = ABSENT
     row_rare: int = 0
     rare_places: int = 0
+    stride: int = 1
 
     def __post_init__(self) -> None:
         super().update(vars(self))
@@ -90,6 +95,15 @@ class Matrix(dict[str, Any]):
     def reads_bytes(self) -> bool:
         """Whether scales or zero points are loaded as single bytes."""
         return self.scale_type is tl.uint8 or self.zero != ABSENT
+
+    @property
+    def line_period(self) -> int:
+        """Rows from one that begins at some place of a line to the next that does; 1 where rows
+        are whole lines, or where both halves or 16-byte reads would not begin alike."""
+        line_words = ALIGN_BYTES // WORD_BYTES
+        period = line_words // gcd(self.row_words, line_words)
+        alike = self.half_rows % period == 0 and self.row_words % 4 == 0
+        return period if alike and self.order == ABSENT else 1
 
     @classmethod
     def of(cls, spec: ExpertSpec, name: str) -> Matrix:

@@ -13,75 +13,94 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from hotset.core.formats import WORD_BYTES
+from hotset.core.record import ALIGN_BYTES
 from hotset.kernels.codes import pair_factors, weights_of_pair
 from hotset.kernels.device import dot, field_pointer, load_tile
 from hotset.kernels.packed import decoded_scales, input_columns
 
 # Words of a part: 4 neighbouring threads share a row of the operand, and read 16 bytes each.
 PART_WORDS = tl.constexpr(16)
+LINE_WORDS = tl.constexpr(ALIGN_BYTES // WORD_BYTES)
 
 
 @triton.jit
-def tile_rows(tile, NUM_ROWS: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """Rows of a tile [ROWS], and whether each exists.
+def tile_units(tile, place, UNITS: tl.constexpr, STRIDE: tl.constexpr):
+    """Rows of a half at places of a tile, which holds `UNITS` of them, each `STRIDE`-th."""
+    return tile // STRIDE * (UNITS * STRIDE) + tile % STRIDE + place * STRIDE
+
+
+@triton.jit
+def tile_rows(tile, M: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Rows of a tile [ROWS], whether each exists, and the tile's first word.
 
     With a gate the first half are gate rows, and the second half the up rows of the same units.
     That is also how a block lies, which is what one product of a tensor core computes: 8 rows of
     the operand from the first half above 8 from the second.
 
+    The first word of a row that is read is not after its first one, and begins a line: a warp that
+    read across the ends of lines would ask the link for more pieces than there are lines.
+
     Args:
         tile: its number.
-        NUM_ROWS: of a half of the matrix, where it has halves.
     """
     row = tl.arange(0, ROWS)
-    if GATED:
-        unit = tile * (ROWS // 2) + row % (ROWS // 2)
-        inside = unit < NUM_ROWS
-        row = unit + row // (ROWS // 2) * NUM_ROWS
-    else:
-        row += tile * ROWS
-        inside = row < NUM_ROWS
-    return row, inside
+    units: tl.constexpr = ROWS // 2 if GATED else ROWS
+    unit = tile_units(tile, row % units, units, M.stride)
+    inside = unit < M.half_rows
+    begin = 0
+    if M.stride > 1:
+        # As a product with 4, which tells the compiler that 16 bytes may be read at a time.
+        before = tile % M.stride * (M.row_words // 4) % (LINE_WORDS // 4)
+        begin = before * -4
+    return unit + row // units * M.half_rows, inside, begin
 
 
 @triton.jit
-def _grid_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
-    """Where the scales of a step are [G, ROWS, S], which exist, and which the tile owns.
+def _grid_places(rows, inside, word, M: tl.constexpr, COLS: tl.constexpr):
+    """Where the scales of a step from `word` on are [G, ROWS, S], which exist, which it owns.
 
     Each thread reads those of the 4 words that it has of a row: S for each of G such threads, one
     for each word where groups and steps do not divide each other. G is 1 where a step has one.
     The first row of a block and the first group that begins in a step own.
     """
-    one: tl.constexpr = M.group >= M.columns or M.group % COLS == 0
+    alone: tl.constexpr = M.group >= M.columns
+    one: tl.constexpr = alone or (M.group % COLS == 0 and M.stride == 1)
     num: tl.constexpr = 1 if one else COLS // (4 * M.per_word)
     whole: tl.constexpr = COLS % M.group == 0
     each: tl.constexpr = 1 if one else max(1, 4 * M.per_word // (M.group if whole else M.per_word))
     place = tl.arange(0, num)[:, None, None] * each + tl.arange(0, each)[None, None, :]
-    first = step * COLS + place * (COLS // (num * each))
+    first = word * M.per_word + place * (COLS // (num * each))
+    if alone:
+        first = tl.maximum(first, 0)
     rows, inside = rows[None, :, None], inside[None, :, None]
     half, unit = rows // M.half_rows, rows % M.half_rows
     line = half * M.num_blocks + unit // M.block
-    exists = inside & (first < M.columns)
+    exists = inside & (first >= 0) & (first < M.columns)
     owned = (unit % M.block == 0) & (first % M.group == 0)
-    return line * M.num_groups + first // M.group, exists, exists & owned
+    group = first // M.group
+    if COLS // (num * each) == M.group:
+        # The same number, in a form from which the compiler sees that neighbours lie side by side.
+        group = word * M.per_word // M.group + place
+    return line * M.num_groups + group, exists, exists & owned
 
 
 @triton.jit
-def _word_places(rows, inside, step, M: tl.constexpr, COLS: tl.constexpr):
-    """Where the words of a step are [ROWS, WORDS], and which exist."""
-    words: tl.constexpr = COLS // M.per_word
-    word = step * words + tl.arange(0, words)[None, :]
-    return rows[:, None] * M.row_words + word, inside[:, None] & (word < M.row_words)
+def _word_places(rows, inside, word, M: tl.constexpr, COLS: tl.constexpr):
+    """Where the words of a step from `word` on are [ROWS, WORDS], and which exist."""
+    word += tl.arange(0, COLS // M.per_word)[None, :]
+    exists = inside[:, None] & (word >= 0) & (word < M.row_words)
+    return rows[:, None] * M.row_words + word, exists
 
 
 @triton.jit
 def _read_step(
-    record, rows, inside, step, M: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
+    record, rows, inside, first, M: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Words, scales and zero points of one step as they lie in the record."""
-    at, exists = _word_places(rows, inside, step, M, COLS)
+    """Words from `first` on, scales and zero points of one step as they lie in the record."""
+    at, exists = _word_places(rows, inside, first, M, COLS)
     word = load_tile(field_pointer(record, M.offset, tl.int32) + at, exists, WHOLE)
-    at, exists, _ = _grid_places(rows, inside, step, M, COLS)
+    at, exists, _ = _grid_places(rows, inside, first, M, COLS)
     scale = tl.load(field_pointer(record, M.scale, M.scale_type) + at, mask=exists, other=0)
     zero = tl.full((1, 1, 1), 8, tl.uint8)
     if M.zero >= 0:
@@ -90,15 +109,15 @@ def _read_step(
 
 
 @triton.jit
-def _fill_step(fill, rows, inside, step, word, scale, zero, M: tl.constexpr, COLS: tl.constexpr):
+def _fill_step(fill, rows, inside, first, word, scale, zero, M: tl.constexpr, COLS: tl.constexpr):
     """Writes what `_read_step` has read to the slot at `fill`, where that is not 0.
 
     By a mask, since a branch would keep the compiler from reading ahead.
     """
     filled = fill != 0
-    at, exists = _word_places(rows, inside, step, M, COLS)
+    at, exists = _word_places(rows, inside, first, M, COLS)
     tl.store(field_pointer(fill, M.offset, tl.int32) + at, word, mask=exists & filled)
-    at, _, owned = _grid_places(rows, inside, step, M, COLS)
+    at, _, owned = _grid_places(rows, inside, first, M, COLS)
     target = field_pointer(fill, M.scale, M.scale_type) + at
     tl.store(target, scale, mask=owned & filled)
     if M.zero >= 0:
@@ -110,16 +129,18 @@ def read_ahead(
     record,
     rows,
     inside,
+    begin,
     M: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
 ):
     """The first `STEPS` steps of a matrix, for `packed_row_sums`: three tensors each."""
-    whole: tl.constexpr = WHOLE_ROWS and M.row_words % (COLS // M.per_word) == 0
-    steps = _read_step(record, rows, inside, 0, M, COLS, whole)
+    words: tl.constexpr = COLS // M.per_word
+    whole: tl.constexpr = WHOLE_ROWS and M.row_words % words == 0 and M.stride == 1
+    steps = _read_step(record, rows, inside, begin, M, COLS, whole)
     for step in tl.static_range(1, STEPS):
-        steps += _read_step(record, rows, inside, step, M, COLS, whole)
+        steps += _read_step(record, rows, inside, begin + step * words, M, COLS, whole)
     return steps
 
 
@@ -138,11 +159,11 @@ def _load_factor(record, fill, rows, inside, M: tl.constexpr, FILL: tl.constexpr
 
 
 @triton.jit
-def _existing_codes(word, step, M: tl.constexpr, WORDS: tl.constexpr):
+def _existing_codes(word, first, M: tl.constexpr, WORDS: tl.constexpr):
     """Words without what pads a row's last one: any bits, which may mean NaN."""
     rest: tl.constexpr = M.columns % M.per_word
     if rest != 0:
-        last = step * WORDS + tl.arange(0, WORDS) == M.row_words - 1
+        last = first + tl.arange(0, WORDS) == M.row_words - 1
         kept = tl.where(last, (1 << (32 // M.per_word * rest)) - 1, -1)
         word = word & kept[None, :]
     return word
@@ -197,7 +218,7 @@ def _load_eight(
     record,
     fill,
     rows,
-    step,
+    first,
     PART: tl.constexpr,
     COPIES: tl.constexpr,
     COLS: tl.constexpr,
@@ -212,9 +233,10 @@ def _load_eight(
     lane_columns: tl.constexpr = 4 * M.per_word
     place = tl.zeros((COPIES, 1), tl.int32) + tl.arange(0, 256)[None, :]
     col = place // 8 * lane_columns % COLS + 8 * PART + place % 8
-    cols = step * COLS + col
+    cols = first * M.per_word + col
     inputs = input_columns(record, fill, rows, cols, M, FILL)
-    return load_tile(vector + inputs, cols < M.columns, M.columns % COLS == 0)
+    exists = (cols >= 0) & (cols < M.columns)
+    return load_tile(vector + inputs, exists, M.columns % COLS == 0 and M.stride == 1)
 
 
 @triton.jit
@@ -223,24 +245,24 @@ def _input_pairs(
     record,
     fill,
     rows,
-    step,
+    first,
     COPIES: tl.constexpr,
     COLS: tl.constexpr,
     M: tl.constexpr,
     FILL: tl.constexpr,
 ):
     """Inputs of a step by the pair of codes of a word: tensors [COPIES * 8, 16 words, 2]."""
-    a = _load_eight(vector, record, fill, rows, step, 0, COPIES, COLS, M, FILL)
-    b = _load_eight(vector, record, fill, rows, step, 1, COPIES, COLS, M, FILL)
+    a = _load_eight(vector, record, fill, rows, first, 0, COPIES, COLS, M, FILL)
+    b = _load_eight(vector, record, fill, rows, first, 1, COPIES, COLS, M, FILL)
     if M.per_word == 8:
-        c = _load_eight(vector, record, fill, rows, step, 2, COPIES, COLS, M, FILL)
-        d = _load_eight(vector, record, fill, rows, step, 3, COPIES, COLS, M, FILL)
+        c = _load_eight(vector, record, fill, rows, first, 2, COPIES, COLS, M, FILL)
+        d = _load_eight(vector, record, fill, rows, first, 3, COPIES, COLS, M, FILL)
         x = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (COPIES, 32, 8, 4))
         x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (COPIES * 8, PART_WORDS, 2, 2, 2))
         even, odd = tl.split(x)
-        first, third = tl.split(even)
-        second, fourth = tl.split(odd)
-        pairs = (first, second, third, fourth)
+        one, three = tl.split(even)
+        two, four = tl.split(odd)
+        pairs = (one, two, three, four)
     else:
         x = tl.reshape(tl.join(a, b), (COPIES, 32, 8, 2))
         x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (COPIES * 8, PART_WORDS, 2, 2))
@@ -249,12 +271,12 @@ def _input_pairs(
 
 
 @triton.jit
-def first_inputs(vector, record, rows, M: tl.constexpr, COLS: tl.constexpr):
+def first_inputs(vector, record, rows, begin, M: tl.constexpr, COLS: tl.constexpr):
     """Inputs of the first step, for `packed_row_sums`; none where their order is to be filled."""
     inputs = ()
     if M.order < 0:
         copies: tl.constexpr = min(rows.shape[0] * COLS // (M.per_word * 16 * 16), 4)
-        inputs = _input_pairs(vector, record, record, rows, 0, copies, COLS, M, False)
+        inputs = _input_pairs(vector, record, record, rows, begin, copies, COLS, M, False)
     return inputs
 
 
@@ -300,6 +322,7 @@ def packed_row_sums(
     fill,
     rows,
     inside,
+    begin,
     ahead,
     inputs,
     M: tl.constexpr,
@@ -312,7 +335,7 @@ def packed_row_sums(
     """Dot products of `vector` with `rows` of a matrix of a record: FP32 of the shape of `rows`.
 
     Args:
-        rows, inside: of `tile_rows`.
+        rows, inside, begin: of `tile_rows`.
         ahead: of `read_ahead`, its first `STEPS` steps.
         COLS: columns of a step: as many parts of 16 words as a row of the tile has.
     """
@@ -323,20 +346,21 @@ def packed_row_sums(
     blocks: tl.constexpr = rows.shape[0] * parts // 16
     copies: tl.constexpr = min(blocks, 4)
     num_steps: tl.constexpr = (M.columns + COLS - 1) // COLS
-    whole: tl.constexpr = WHOLE_ROWS and M.row_words % words == 0
+    whole: tl.constexpr = WHOLE_ROWS and M.row_words % words == 0 and M.stride == 1
     factor = _load_factor(record, fill, rows, inside, M, FILL)
     acc = tl.zeros((blocks, 16, 8), tl.float32)
     for step in tl.static_range(num_steps):
         word, scale, zero = ahead[3 * step], ahead[3 * step + 1], ahead[3 * step + 2]
+        first = begin + step * words
         if step + STEPS < num_steps:
-            ahead += _read_step(record, rows, inside, step + STEPS, M, COLS, whole)
+            ahead += _read_step(record, rows, inside, first + STEPS * words, M, COLS, whole)
         if FILL:
-            _fill_step(fill, rows, inside, step, word, scale, zero, M, COLS)
+            _fill_step(fill, rows, inside, first, word, scale, zero, M, COLS)
         x = inputs
         if step > 0 or M.order >= 0:
-            x = _input_pairs(vector, record, fill, rows, step, copies, COLS, M, FILL)
+            x = _input_pairs(vector, record, fill, rows, first, copies, COLS, M, FILL)
         scale, zero = _factors(scale, zero, factor, M, words, exact, INTERPRET)
-        word = _existing_codes(word, step, M, words)
+        word = _existing_codes(word, first, M, words)
         acc = _add_step(acc, x, word, scale, zero, blocks, parts, M, dtype, exact, INTERPRET)
     return _diagonal(acc, blocks, parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 OLD = "5.17.0"
@@ -30,7 +31,13 @@ def one_wrong_bit() -> None:
     ModelExperts.loaded = loaded  # type: ignore[method-assign]
 
 
+def broken_plugin() -> None:
+    """A module of the plugin's cannot be imported."""
+    sys.modules["hotset.integrations.vllm.layer"] = None  # type: ignore[assignment]
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "old transformers": old_transformers,
     "one wrong bit": one_wrong_bit,
+    "broken plugin": broken_plugin,
 }

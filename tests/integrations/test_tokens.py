@@ -181,8 +181,18 @@ def test_other_weights_give_other_tokens(run_vllm: Run, tmp_path: Path) -> None:
             {"hotset": {"vram": 0}, "options": {"enable_lora": True}},
             "`--enable-lora` does not work with hotset",
         ),
+        (
+            {"hotset": {"vram": 0}, "changed": "broken plugin"},
+            "import of hotset.integrations.vllm.layer halted",
+        ),
     ],
-    ids=["unknown option", "no budget", "other weights than the files'", "option of vLLM's"],
+    ids=[
+        "unknown option",
+        "no budget",
+        "other weights than the files'",
+        "option of vLLM's",
+        "a plugin that does not import",
+    ],
 )
 def test_what_is_wrong_ends_the_start(job: dict[str, Any], words: str, run_vllm: Run) -> None:
     answer = run_vllm(model=str(resolve_model("pocket")), **job)

@@ -29,7 +29,7 @@ FLAGS = {
         *("--chat", "--json", "--kernels", "--kv-dtype", "--lossless", "--max-tokens"),
         "--no-strict",
         *("--compiled", "--graphs", "--half-life", "--no-compiled", "--no-graphs", "--policy"),
-        *("--profile", "--prompt-file", "--record", "--strict"),
+        *("--profile", "--prompt-file", "--record", "--strict", "--workload"),
         *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
     ],
     "hotset chat": [
@@ -47,7 +47,9 @@ FLAGS = {
         *("--frequency-penalty", "--logit-bias", "--presence-penalty", "--repetition-penalty"),
         "--system",
     ],
-    "hotset plan": [*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace"],
+    "hotset plan": [
+        *(*MEMORY, *ROWS, "--json", "--machine", "--profile", "--sweep", "--trace", "--workload"),
+    ],
     "hotset serve": [
         *MEMORY,
         *ROWS,
@@ -62,7 +64,7 @@ FLAGS = {
         ),
         *("--host", "--json", "--kernels", "--max-waiting", "--no-compiled", "--no-graphs"),
         *("--no-prefix-reuse", "--no-strict", "--policy", "--port", "--prefill-share"),
-        *("--prefix-reuse", "--profile", "--record", "--served-name", "--strict"),
+        *("--prefix-reuse", "--profile", "--record", "--served-name", "--strict", "--workload"),
     ],
     "hotset verify": [*MEMORY, "--json", "--kernels", "--lossless", "--text"],
     "hotset simulate": [

@@ -13,8 +13,9 @@ from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
 from hotset.core.hit_curve import assumed_curve
 from hotset.core.machine import Figure, MachineDescription
-from hotset.core.speed import SpeedModel, Workload
+from hotset.core.speed import SpeedModel
 from hotset.core.staging import COPY_GBPS, LINK_GBPS, PRODUCT_TFLOPS, Reads
+from hotset.core.workload import Workload
 from hotset.runtime.known_rates import KEPT_DAYS, described, kept_file, kept_rates, staging_rule
 
 H200 = replace(gpu(), device_name="NVIDIA H200")

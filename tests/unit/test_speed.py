@@ -17,9 +17,10 @@ from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.hit_curve import HitCurve, assumed_curve
 from hotset.core.machine import MachineDescription, shipped_machines
 from hotset.core.planner import PlanRequest, make_plan
-from hotset.core.speed import RING_TOKENS, SpeedModel, Workload
+from hotset.core.speed import RING_TOKENS, SpeedModel
 from hotset.core.sweep import sweep_contexts, swept_contexts
 from hotset.core.units import GIB
+from hotset.core.workload import Workload
 
 RATES = Rates(50.0, 55.0, 4000.0, gemm_tflops=200.0, cpu_gbps=60.0, disk_gbps=2.0, layer_us=60.0)
 
@@ -64,12 +65,6 @@ def test_seconds_are_the_prompt_and_the_answer() -> None:
     step_seconds = 512 * speed.step.total_ms / 1e3
     assert speed.seconds == pytest.approx(speed.first_token_seconds + step_seconds)
     assert speed.tokens_per_second == pytest.approx(1e3 / speed.step.total_ms)
-
-
-def test_the_workload_is_cut_to_the_context() -> None:
-    assert Workload().within(1000) == Workload(500, 500)
-    assert Workload(100, 50).within(1000) == Workload(100, 50)
-    assert Workload().within(2) == Workload(1, 1)
 
 
 def test_rows_share_a_step() -> None:
@@ -129,7 +124,7 @@ def test_a_plan_by_prediction_fits_and_is_no_slower(
     vram_bytes: int, context: int | None, link: float
 ) -> None:
     """Whatever the link: a slow one asks for long chunks, a fast one for slots."""
-    request = PlanRequest(vram_bytes=vram_bytes, context_tokens=context)
+    request = PlanRequest(vram_bytes=vram_bytes, context_tokens=context, workload=(Workload(),))
     model = model_of(replace(RATES, link_gbps=link, copy_gbps=link))
     by_rules = make_plan(qwen3_30b(), gpu(free=48 * GIB), request)
     plan = make_plan(qwen3_30b(), gpu(free=48 * GIB), request, speed=model)

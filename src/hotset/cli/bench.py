@@ -193,6 +193,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
         prefill_chunk=prefill_chunk,
         kernels=kernels,
         staging=staging,
+        workload=",".join(f"{length}+1" for length in lengths),  # prompts are all that is timed
     )
     from hotset.bench.prefill import PrefillBench
     from hotset.bench.random_weights import RandomWeights

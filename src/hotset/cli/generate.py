@@ -36,6 +36,7 @@ from hotset.cli.options import (
     Revision,
     Strict,
     Vram,
+    WorkloadOption,
     engine_config,
     named_by_flag,
 )
@@ -90,6 +91,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    workload: WorkloadOption = None,
     kv_dtype: KvDtype = None,
     lossless: Lossless = False,
     kernels: KernelsOption = None,
@@ -127,6 +129,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         dtype=dtype,
         context=context,
         prefill_chunk=prefill_chunk,
+        workload=workload,
         kv_dtype=kv_dtype,
         lossless=lossless,
         kernels=kernels,

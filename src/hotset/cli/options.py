@@ -76,6 +76,15 @@ PrefixReuse = Annotated[
         "Low bits may depend on what was reused, unless `--batch-invariant`."
     ),
 ]
+WorkloadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--workload",
+        metavar="PROMPT+ANSWER,...",
+        help="Requests to be fast for, in tokens: `32768+256`. Default: prompts of a half, a "
+        "quarter and an eighth of `--context`, from 4,096 tokens on, and answers of 512.",
+    ),
+]
 PrefillShare = Annotated[
     float,
     typer.Option(

@@ -27,6 +27,7 @@ from hotset.cli.options import (
     Ram,
     Revision,
     Vram,
+    WorkloadOption,
     engine_config,
 )
 from hotset.cli.plan_table import plan_table
@@ -52,6 +53,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    workload: WorkloadOption = None,
     max_batch: MaxBatch = EngineConfig.max_batch,
     kv_tokens: KvTokens = None,
     kv_dtype: KvDtype = None,
@@ -96,6 +98,7 @@ def plan(  # noqa: PLR0913 - one parameter for each flag
         dtype=dtype,
         context=context,
         prefill_chunk=prefill_chunk,
+        workload=workload,
         max_batch=max_batch,
         kv_tokens=kv_tokens,
         kv_dtype=kv_dtype,

@@ -41,6 +41,7 @@ from hotset.cli.options import (
     Revision,
     Strict,
     Vram,
+    WorkloadOption,
     engine_config,
     named_by_flag,
 )
@@ -117,6 +118,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     dtype: Dtype = None,
     context: Context = None,
     prefill_chunk: PrefillChunk = None,
+    workload: WorkloadOption = None,
     kernels: KernelsOption = None,
     revision: Revision = None,
     strict: Strict = False,
@@ -144,6 +146,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         dtype=dtype,
         context=context,
         prefill_chunk=prefill_chunk,
+        workload=workload,
         kernels=kernels,
         revision=revision,
         strict=strict,

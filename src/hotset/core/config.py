@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from hotset.core.errors import ConfigError
 from hotset.core.policy import MIN_HALF_LIFE, POLICIES
 from hotset.core.units import MAX_BYTES, parse_bytes
+from hotset.core.workload import parse_workload
 
 DEVICES = ("cuda", "cpu")
 DTYPES = ("bfloat16", "float16", "float32")
@@ -83,6 +84,9 @@ class EngineConfig:
         staging: how long prompts read experts without a slot: `ring` copies them through staging
             buffers, `in-place` lets kernels read them; auto: whichever costs less, and on a CPU
             in place. It changes no bit.
+        workload: requests that the plan is made fast for, `PROMPT+ANSWER` in tokens with commas
+            between; auto: prompts of a half, a quarter and an eighth of a context that was asked
+            for, at least of 4,096 tokens, with answers of 512. It changes no bit.
         half_life: engine steps after which a past use counts half; auto: the policy's default.
         profile: file of `hotset profile` that says which experts are used; static policies and
             `forecast` need one.
@@ -116,6 +120,7 @@ class EngineConfig:
     half_life: float | None = None
     profile: str | None = None
     staging: str | None = None
+    workload: str | None = None
     graphs: bool = True
     compiled: bool = True
     poison: bool = False
@@ -129,6 +134,8 @@ class EngineConfig:
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("staging", self.staging, STAGING)
         _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.workload is not None:
+            parse_workload(self.workload)
         _check_choice("policy", self.policy, tuple(POLICIES))
         _check_range("vram", self.vram_bytes, 0, MAX_BYTES)
         _check_range("ram", self.ram_bytes, 1, MAX_BYTES)

@@ -1,5 +1,5 @@
 """Chooses the staging ring, the prefill chunk and the slots beside them by predicted time, where a
-speed is known: what a request of the workload takes together decides.
+speed is known: what the requests of the workload take on average decides.
 
 Speed does not choose the context, which is what a user can do and not how fast (its price is said),
 nor chunks that run together or the sizes of captured steps: they change low bits of an answer, and
@@ -14,19 +14,22 @@ from dataclasses import replace
 from hotset.core.charges import Charges, Sizes
 from hotset.core.plan import Choice
 from hotset.core.sizing import CHUNK_FLOOR_TOKENS, Budgets, PlanRequest, largest, least_sizes
-from hotset.core.speed import Speed, SpeedModel, Workload
+from hotset.core.speed import Speed, SpeedModel
 from hotset.core.staging import NUM_BUFFERS
-
-WORKLOAD = Workload()
+from hotset.core.workload import Workload, expected
 
 # Records of the smallest group that is chosen by speed.
 LEAST_GROUP = 8
+# Groups in which what a layer misses may come: each number a third or a half above the one before.
+GROUPS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+# Chunks one after the other that a prompt may be cut into.
+MOST_PASSES = 8
 
 
 def fastest_sizes(
     charges: Charges, request: PlanRequest, budgets: Budgets, speed: SpeedModel, sizes: Sizes
 ) -> Sizes:
-    """Sizes that fit and that a request of `WORKLOAD` takes least time with.
+    """Sizes that fit and that requests of the expected kinds take least time with, on average.
 
     Args:
         sizes: by the rules. They are returned where nothing is faster, or where all was set and
@@ -34,41 +37,63 @@ def fastest_sizes(
     """
     if not budgets.fits(charges, sizes):
         return sizes
-    best, best_seconds = sizes, predict(charges, speed, sizes).seconds
+    best, best_seconds = sizes, _mean_seconds(charges, request, speed, sizes)
     for wanted in _candidates(charges, request, sizes):
         candidate = _most_slots(charges, request, budgets, wanted)
         if candidate is None:
             continue
-        seconds = predict(charges, speed, candidate).seconds
+        seconds = _mean_seconds(charges, request, speed, candidate)
         if seconds < best_seconds:
             best, best_seconds = candidate, seconds
     return best
 
 
-def predict(charges: Charges, speed: SpeedModel, sizes: Sizes) -> Speed:
-    """What sizes are expected to be worth."""
+def predict(charges: Charges, request: PlanRequest, speed: SpeedModel, sizes: Sizes) -> Speed:
+    """What sizes are expected to be worth to the request with the longest prompt."""
+    return _predict(charges, speed, sizes, workloads(request)[0])
+
+
+def workloads(request: PlanRequest) -> tuple[Workload, ...]:
+    """Kinds of requests that a plan is made for, longest prompt first."""
+    return expected(request.workload, asked_context=request.context_tokens)
+
+
+def _mean_seconds(charges: Charges, request: PlanRequest, speed: SpeedModel, sizes: Sizes) -> float:
+    works = workloads(request)
+    return sum(_predict(charges, speed, sizes, work).seconds for work in works) / len(works)
+
+
+def _predict(charges: Charges, speed: SpeedModel, sizes: Sizes, work: Workload) -> Speed:
     return speed.predict(
         slots_per_layer=charges.split.per_layer(sizes.num_slots),
         context_tokens=sizes.context_tokens,
         prefill_chunk=sizes.prefill_chunk,
         staging_records=sizes.staging_records,
-        workload=WORKLOAD,
+        workload=work,
         slot_only_per_layer=charges.split.per_layer(sizes.num_slot_only),
     )
 
 
 def explained(
-    choices: Iterable[Choice], speed: Speed, *, sizes: Sizes, by_rules: Sizes, price: str
+    choices: Iterable[Choice],
+    speed: Speed,
+    *,
+    request: PlanRequest,
+    sizes: Sizes,
+    by_rules: Sizes,
+    price: str,
 ) -> Iterator[Choice]:
     """The choices, with what they are worth in the reasons of those that the prediction has made.
 
     Args:
         price: of the context, see `context_price`.
     """
-    work = speed.workload
+    works = [work.within(sizes.context_tokens) for work in workloads(request)]
+    prompts = " or ".join(str(work.prompt_tokens) for work in works)
+    answers = " or ".join(dict.fromkeys(str(work.answer_tokens) for work in works))
     fastest = (
-        f"fastest for {work.prompt_tokens} tokens of prompt and {work.answer_tokens} of answer: "
-        f"{speed.seconds:.1f} s predicted"
+        f"fastest for {prompts} tokens of prompt and {answers} of answer: "
+        f"{speed.seconds:.1f} s predicted" + (" for the first" if len(works) > 1 else "")
     )
     chosen = {
         "prefill chunk": sizes.prefill_chunk != by_rules.prefill_chunk,
@@ -86,20 +111,23 @@ def explained(
 def context_price(
     charges: Charges, budgets: Budgets, request: PlanRequest, speed: SpeedModel, sizes: Sizes
 ) -> str:
-    """What the context costs in decode speed against the shortest that `WORKLOAD` and auto need,
+    """What the context costs in decode speed against the shortest that the workload and auto need,
     one phrase; nothing where that is no more than a percent.
 
     Args:
         sizes: with the context.
     """
     # A prompt is at most half of a context.
-    least = max(2 * WORKLOAD.prompt_tokens, least_sizes(charges, request).context_tokens)
+    longest = workloads(request)[0].prompt_tokens
+    least = max(2 * longest, least_sizes(charges, request).context_tokens)
     if least >= sizes.context_tokens:
         return ""
     shorter = _most_slots(charges, request, budgets, replace(sizes, context_tokens=least))
     if shorter is None:
         return ""
-    most, here = (predict(charges, speed, one).tokens_per_second for one in (shorter, sizes))
+    most, here = (
+        predict(charges, request, speed, one).tokens_per_second for one in (shorter, sizes)
+    )
     return f"; with {least} decoding is {most / here - 1:.0%} faster" if most > 1.01 * here else ""
 
 
@@ -111,7 +139,7 @@ def _candidates(charges: Charges, request: PlanRequest, sizes: Sizes) -> Iterato
     """
     chunks, rings = [sizes.prefill_chunk], [sizes.staging_records]
     if request.prefill_chunk is None and not charges.joins_chunks:
-        chunks = _chunks(sizes.context_tokens)
+        chunks = _chunks(request, sizes.context_tokens)
     if sizes.staging_records and charges.on_cuda and request.staging != "in-place":
         rings += _rings(charges, sizes)
     for ring in rings:
@@ -120,22 +148,24 @@ def _candidates(charges: Charges, request: PlanRequest, sizes: Sizes) -> Iterato
 
 
 def _rings(charges: Charges, sizes: Sizes) -> list[int]:
-    """Rings of groups of powers of two up to a whole layer. The experts of a small group leave
-    parts of a large device idle, which the model does not know: none below `LEAST_GROUP`."""
+    """Rings that cut what a layer misses beside these slots into a few equal groups or more, and
+    the least. The experts of a small group leave parts of a large device idle, which the model does
+    not know: none below `LEAST_GROUP`."""
     most = max(layer.num_experts for layer in charges.geometry.layers)
-    group, rings = min(LEAST_GROUP, sizes.staging_records // NUM_BUFFERS), []
-    while group <= most:
-        rings.append(NUM_BUFFERS * group)
-        group *= 2
-    return rings
+    missing = most - min(charges.split.per_layer(sizes.num_slots))
+    least = min(LEAST_GROUP, sizes.staging_records // NUM_BUFFERS)
+    groups = {least, *(-(-missing // num) for num in GROUPS)}
+    return [NUM_BUFFERS * group for group in sorted(groups) if group >= least]
 
 
-def _chunks(context_tokens: int) -> list[int]:
-    """Powers of two up to the prompt of the workload."""
-    most = WORKLOAD.within(context_tokens).prompt_tokens
+def _chunks(request: PlanRequest, context_tokens: int) -> list[int]:
+    """Powers of two up to the longest prompt of the workload, none so short that it would be cut
+    into more than `MOST_PASSES`."""
+    most = workloads(request)[0].within(context_tokens).prompt_tokens
     chunks, chunk = [], CHUNK_FLOOR_TOKENS
     while chunk < 2 * most and chunk <= context_tokens:
-        chunks.append(chunk)
+        if chunk * MOST_PASSES >= most:
+            chunks.append(chunk)
         chunk *= 2
     return chunks
 

@@ -67,11 +67,15 @@ def make_plan(
         sizes = fastest_sizes(charges, request, budgets, speed, by_rules)
     sizes = with_host_copies(charges, budgets, sizes)
     problems = Refusal(charges, machine, request, budgets).problems()
-    expected = None if speed is None or problems else predict(charges, speed, sizes)
+    expected = None if speed is None or problems else predict(charges, request, speed, sizes)
     choices = tuple(_choices(charges, sizes, budgets, request, machine))
     if speed is not None and expected is not None:
         price = context_price(charges, budgets, request, speed, sizes)
-        choices = tuple(explained(choices, expected, sizes=sizes, by_rules=by_rules, price=price))
+        choices = tuple(
+            explained(
+                choices, expected, request=request, sizes=sizes, by_rules=by_rules, price=price
+            )
+        )
     return MemoryPlan(
         device=_device_side(charges, sizes, budgets, request, machine),
         host=_host_side(charges, sizes, budgets, request, machine.host),

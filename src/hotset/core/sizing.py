@@ -19,6 +19,7 @@ from hotset.core.config import EngineConfig
 from hotset.core.hardware import Machine
 from hotset.core.staging import NUM_BUFFERS
 from hotset.core.units import MIB
+from hotset.core.workload import Workload, parse_workload
 
 # The staging ring: one buffer is filled while the other is computed on. A group of 64 records
 # is what the reference result streams at; smaller cards get smaller groups, down to one record.
@@ -49,7 +50,11 @@ CHUNK_PART = 8
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What was asked of a plan; `None` means auto. Fields as in `EngineConfig`."""
+    """What was asked of a plan; `None` means auto. Fields as in `EngineConfig`.
+
+    Attributes:
+        workload: kinds of requests that were said to come; empty for none.
+    """
 
     vram_bytes: int | None = None
     ram_bytes: int | None = None
@@ -59,6 +64,7 @@ class PlanRequest:
     kv_tokens: int | None = None
     kernels: str | None = None
     staging: str | None = None
+    workload: tuple[Workload, ...] = ()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> PlanRequest:
@@ -71,6 +77,7 @@ class PlanRequest:
             kv_tokens=config.kv_tokens,
             kernels=config.kernels,
             staging=config.staging,
+            workload=() if config.workload is None else parse_workload(config.workload),
         )
 
 

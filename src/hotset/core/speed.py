@@ -22,28 +22,11 @@ from hotset.core.hit_curve import HitCurve
 from hotset.core.machine import MachineDescription
 from hotset.core.prompt_cost import PromptCost, Staging, predict_prompt
 from hotset.core.staging import NUM_BUFFERS
+from hotset.core.workload import Workload
 
 # Forwards of that many tokens or more stream missing experts through the staging ring. The number
 # is one more than the runtime's `moe.MATCH_TOKENS`; a test holds them together.
 RING_TOKENS = 65
-
-
-@dataclass(frozen=True)
-class Workload:
-    """What speed is predicted for.
-
-    Attributes:
-        prompt_tokens, answer_tokens: of one request; the prompt is cut to half the context where
-            that is shorter.
-    """
-
-    prompt_tokens: int = 4096
-    answer_tokens: int = 512
-
-    def within(self, context_tokens: int) -> Workload:
-        """The same in a context: the prompt at most half of it, the answer at most the rest."""
-        prompt = max(1, min(self.prompt_tokens, context_tokens // 2))
-        return Workload(prompt, min(self.answer_tokens, context_tokens - prompt))
 
 
 @dataclass(frozen=True)

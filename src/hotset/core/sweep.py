@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hotset.core.charges import Workspace
+from hotset.core.fastest import workloads
 from hotset.core.geometry import ModelGeometry
 from hotset.core.hardware import Machine
 from hotset.core.plan import MemoryPlan
@@ -25,8 +26,10 @@ def sweep_contexts(
     """One plan for each context, shortest first; those that do not fit too.
 
     Args:
-        request: its context is left out of account, all else is kept.
+        request: its context is left out of account, all else is kept. All are made for the same
+            requests, so that their speeds compare.
     """
+    request = replace(request, workload=workloads(request))
     return [
         make_plan(
             geometry,

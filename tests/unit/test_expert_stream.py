@@ -169,6 +169,35 @@ def test_what_was_prefetched_for_another_layer_is_given_up() -> None:
     assert store.ring.num_idle == 2
 
 
+def test_a_prompt_sends_for_its_first_layer_where_shorter_ones_used_all_of_it() -> None:
+    store = make_store(layers(8, 8), staging_records=4)
+    stream = ExpertStream(store)
+
+    def sent_at_once(num_tokens: int, experts: Sequence[int]) -> int:
+        before = store.ring.copied_bytes
+        stream.begin(num_tokens)
+        early = store.ring.copied_bytes - before
+        bring(store, stream, 0, experts)
+        return early // store.layers[0].expert.record_bytes
+
+    assert sent_at_once(100, range(8)) == 0, "nothing is known yet, and layer 1 has the buffers"
+    assert sent_at_once(99, range(4)) == 0
+    assert sent_at_once(100, range(8)) == 4, "both buffers"
+    assert sent_at_once(300, range(6)) == 4
+    assert sent_at_once(300, range(8)) == 0, "it was not enough any more"
+    assert sent_at_once(300, range(8)) == 4
+    stream.begin(300)
+    stream.begin(300)  # the one before ended ahead of its first layer
+    bring(store, stream, 0, range(8))
+    stream.drop()
+    assert store.ring.num_idle == 2
+    waiting = ExpertStream(store, overlap=False)
+    for _ in range(2):
+        waiting.begin(300)
+        assert store.ring.num_idle == 2
+        bring(store, waiting, 0, range(8))
+
+
 def test_residency_may_change_behind_a_prefetch() -> None:
     """As decode steps between two layers do: what is missing now is read in place."""
     store = make_store(layers(8, 8), 2, staging_records=8)

@@ -4,11 +4,13 @@ A layer's experts are cut into ranges of ascending ids. A group is one range: wh
 lies in a staging buffer, the rest where it is, and to a kernel they are all addresses. While one
 group is computed on, the next ones cross the link, and behind a layer's last group the next
 layer's first ones, whose routing is not known yet: they are computed on before the host has learnt
-it. Knows ids, residency and buffers; no tokens.
+it. So are a prompt's very first ones, where shorter prompts used all. Knows ids, residency, buffers
+and how long a prompt is; nothing of its tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -79,10 +81,21 @@ class ExpertStream:
     def __init__(self, store: ExpertStore, *, overlap: bool = True) -> None:
         self._store, self._ring, self._overlap = store, store.ring, overlap
         self._early: deque[Staged] = deque()  # of the layer that comes next
+        # Tokens of the prompt that runs, and those with which one uses all of the first layer.
+        self._num_tokens, self._suffices = 0, math.inf
 
     def room(self, layer: int) -> int:
         """Records of a layer that one buffer holds."""
         return self._ring.room(self._store.layers[layer].expert.record_bytes)
+
+    def begin(self, num_tokens: int) -> None:
+        """A prompt sets off. Of the first layer no other one foretells what it uses, but shorter
+        prompts do: where they used nearly all of it, records cross while its attention runs."""
+        if self._early and self._early[0].layer != 0:
+            self.drop()
+        self._num_tokens = num_tokens
+        if self._overlap and num_tokens >= self._suffices:
+            self.prefetch(0)
 
     def prefetch(self, layer: int) -> None:
         """Sends the first missing records of a layer on their way, as far as buffers are idle."""
@@ -167,8 +180,12 @@ class ExpertStream:
         this one."""
         missing = np.flatnonzero(known.used_E & ~resident_E & known.use_ring)
         ranges = self._ranges(layer, first, missing[missing >= first].tolist())
-        all_used = known.num_used >= PREFETCH_SHARE * len(resident_E)
-        return ranges, known.use_ring and all_used and self._overlap
+        all_used = known.use_ring and known.num_used >= PREFETCH_SHARE * len(resident_E)
+        if layer == 0 and all_used:
+            self._suffices = min(self._suffices, self._num_tokens)
+        elif layer == 0:
+            self._suffices = max(self._suffices, self._num_tokens + 1)
+        return ranges, all_used and self._overlap
 
     @staticmethod
     def _early_ranges(early: Sequence[Staged], resident_E: BoolArray) -> tuple[list[_Range], int]:

@@ -105,6 +105,12 @@ class MoERunner:
         # Addresses change behind the kernels that fill.
         return few.total(matched=matched)
 
+    def announce(self, num_tokens: int) -> None:
+        """A prompt of so many tokens will come to this layer, the first one; see
+        `ExpertStream.begin`."""
+        if self._stream is not None and num_tokens > MATCH_TOKENS:
+            self._stream.begin(num_tokens)
+
     def run(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """The layer's output for each block of a prompt, [T, H]; staged records cross once.
 

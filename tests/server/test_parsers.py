@@ -107,7 +107,7 @@ def joined(parser: Speech, chunks: list[str]) -> tuple[str, str, list[tuple[str,
 def _loaded(text: str) -> object:
     try:
         return json.loads(text)
-    except ValueError:  # cut off
+    except (ValueError, RecursionError):  # cut off, or nested too deep
         return text
 
 
@@ -248,6 +248,26 @@ def test_harmony() -> None:
 )
 def test_what_is_malformed_is_text(text: str) -> None:
     assert whole(FAMILIES["hermes"][0], text) == ("", text, [])
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama 4", "llama 4 list", "harmony"])
+@pytest.mark.parametrize("days", ["[" * 20_000, '{"a":' * 20_000, "-" * 30_000 + "1", "1e999"])
+def test_what_no_json_holds_ends_no_answer(family: str, days: str) -> None:
+    """Python's parsers raise errors of their own for it."""
+    others = {
+        "llama 4": LLAMA_4,
+        "llama 4 list": LLAMA_4_LIST,
+        "harmony": (HARMONY, HARMONY_ANSWER),
+    }
+    template, call = {**FAMILIES, **others}[family]
+    _, content, calls = whole(template, call.replace("3", days))
+    assert content or [name for name, _ in calls] == ["weather"]
+
+
+def test_gemma_hands_over_behind_its_calls() -> None:
+    template, call = FAMILIES["gemma 4"]
+    answer = f"<|channel>thought\nHm.\n<channel|>{call}{call}<|tool_response>"
+    assert whole(template, answer) == ("Hm.", "", [WANT, WANT])
 
 
 def test_values_have_the_types_of_the_schema() -> None:

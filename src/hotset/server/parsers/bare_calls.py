@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from enum import Enum
 
-from hotset.server.parsers.base import Call, Piece, Tools, make_call, new_call_id
+from hotset.server.parsers.base import NO_CALLS, Call, Piece, Tools, make_call, new_call_id
 from hotset.server.parsers.forms import KEY, NAME, AnswerForm, CallForm, ParameterForm
 from hotset.server.parsers.growing import GrowingCalls
 from hotset.server.parsers.json_calls import JSON_HEAD, read_json_calls
@@ -92,7 +92,7 @@ class BareCallParser:
             if self._is is _Is.LIST:
                 return read_python_calls(body)
             return read_json_calls(body, self._tools) if self._is is _Is.JSON else ()
-        except (ValueError, TypeError, KeyError, AttributeError, SyntaxError):
+        except NO_CALLS:
             return ()
 
 

@@ -67,21 +67,27 @@ def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-# Text between the marks of a call, and the tools -> its calls; ValueError where there are none.
+# Text between the marks of a call, and the tools -> its calls; `NO_CALLS` where there are none.
 ReadCalls = Callable[[str, Tools], list[Call]]
+# What readers raise of a text that a model made up, however odd: also Python's parser and JSON's,
+# of brackets by the thousand.
+NO_CALLS = (
+    *(ValueError, TypeError, KeyError, AttributeError, SyntaxError),
+    *(RecursionError, MemoryError),
+)
 
 
 def make_call(name: str, arguments: object, call_id: str | None = None) -> Call:
     """A call of arguments as objects.
 
     Raises:
-        ValueError: no name, or the arguments are no object.
+        ValueError: no name, or the arguments are no object that JSON can hold.
     """
     if isinstance(arguments, str):  # some models write the object as text once more
         arguments = json.loads(arguments or "{}")
     if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
         raise ValueError("not a call")
-    return Call(name, json.dumps(arguments, ensure_ascii=False), call_id)
+    return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False), call_id)
 
 
 def kinds(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -111,7 +117,7 @@ def typed(value: str, schema: Mapping[str, Any] | None) -> object:
         return None if value == "null" and "null" in kinds(schema) else value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -2,7 +2,8 @@
 
     <|tool_call>call:weather{city:<|"|>Oslo<|"|>,days:3}<tool_call|>
 
-Its reasoning is a channel: `<|channel>thought`, a line break, text, `<channel|>`.
+Its reasoning is a channel: `<|channel>thought`, a line break, text, `<channel|>`. Behind its calls
+it may hand over with `<|tool_response>`, where a client's tool has to answer.
 """
 
 from __future__ import annotations
@@ -118,4 +119,5 @@ GEMMA = Syntax(
     ),
     think_open="<|channel>thought",
     think_close="<channel|>",
+    dropped=("<|tool_response>",),
 )

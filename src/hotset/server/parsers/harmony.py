@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 
-from hotset.server.parsers.base import Piece, Tools, make_call, new_call_id, num_held
+from hotset.server.parsers.base import NO_CALLS, Piece, Tools, make_call, new_call_id, num_held
 from hotset.server.parsers.forms import NAME, AnswerForm, CallForm
 from hotset.server.parsers.growing import OBJECT, GrowingCalls
 
@@ -126,7 +126,7 @@ class HarmonyParser:
             return
         try:
             call = make_call(name, json.loads(body or "{}"))
-        except (ValueError, TypeError):
+        except NO_CALLS:
             pieces.append(Piece(content=body))
             return
         pieces.append(Piece(call_id=new_call_id(), name=call.name, arguments=call.arguments))

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from hotset.server.parsers.base import Call, Piece, ReadCalls, Tools, new_call_id, num_held
+from hotset.server.parsers.base import (
+    NO_CALLS,
+    Call,
+    Piece,
+    ReadCalls,
+    Tools,
+    new_call_id,
+    num_held,
+)
 from hotset.server.parsers.forms import AnswerForm, CallForm
 from hotset.server.parsers.growing import GrowingCalls
 
@@ -183,5 +191,5 @@ class MarkedParser:
     def _read(self, *, whole: bool) -> Sequence[Call]:
         try:
             return self._syntax.read_calls(self._body, self._tools) if whole else ()
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except NO_CALLS:
             return ()

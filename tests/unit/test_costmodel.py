@@ -52,6 +52,13 @@ def test_with_one_kind_of_reads_the_mean_is_exact(hit_rate: float, slower: float
     assert cost.layers_ms == pytest.approx(3 * 0.06)
 
 
+def test_each_further_row_takes_time_in_every_layer() -> None:
+    args: dict[str, Any] = {"hit_rates": [1.0] * 3, "used": [4.0] * 3, "context_tokens": 0}
+    rates = replace(RATES, row_us=5.0)
+    one, three = (predict_step(t1(), rates, num_rows=rows, **args) for rows in (1, 3))
+    assert three.layers_ms - one.layers_ms == pytest.approx(3 * 2 * 0.005)
+
+
 def test_the_mean_of_the_longer_read_is_no_less_than_the_longer_of_the_means() -> None:
     model, hit_rates, used = t1(), [0.3, 0.9, 0.99], [4.0, 4.0, 4.0]
     expected = predict_step(model, RATES, hit_rates=hit_rates, used=used, context_tokens=0)

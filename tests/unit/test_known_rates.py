@@ -43,7 +43,8 @@ def test_what_was_measured_here_comes_before_the_package(tmp_path: Path) -> None
     assert known.source.startswith("measured on this machine 3 days ago (`hotset doctor`)")
     # What the probe does not take is the package's, and that is said.
     assert known.rates().layer_us == SHIPPED.rates().layer_us > 0
-    assert "`decode_layer`, `decode_experts`, `prompt_layer`: `h200` of the package" in known.source
+    names = "`decode_layer`, `decode_experts`, `decode_row`, `prompt_layer`"
+    assert f"{names}: `h200` of the package" in known.source
 
 
 def test_sizes_are_those_of_now_and_the_key_is_the_hardware(tmp_path: Path) -> None:

@@ -220,7 +220,8 @@ class DecodeBench:
         rates = with_known(self._rates, self._engine.machine)
         cost = predict_step(
             self._engine.geometry,
-            replace(rates, layer_us=self._layer_us),
+            # That of the batch that runs, all its rows included.
+            replace(rates, layer_us=self._layer_us, row_us=0.0),
             hit_rates=(measured.hits_L / used_L).tolist(),
             used=used_L.tolist(),
             context_tokens=run.size * self._context,

@@ -41,6 +41,7 @@ def with_known(rates: Rates, machine: Machine) -> Rates:
         rates,
         layer_us=found.layer_us,
         experts_us=found.experts_us,
+        row_us=found.row_us,
         prompt_layer_us=found.prompt_layer_us,
         expert_tflops=found.expert_tflops,
     )

@@ -2,7 +2,8 @@
 
     decode step = resident weights / HBM + KV cache / HBM
                   + sum over MoE layers of max(missed bytes / link, hit bytes / HBM)
-                  + decoder layers * layer time + MoE layers * experts' time
+                  + decoder layers * (layer time + further rows * row time)
+                  + MoE layers * experts' time
 
 Resident weights and experts of a layer wait for each other, so their times add up; hits and misses
 of a layer are read at the same time, by different programs of one kernel. Without the layer time
@@ -38,6 +39,7 @@ class Rates:
         layer_us: what a decoder layer of a decode step takes beyond its bytes, without experts,
             microseconds.
         experts_us: what the experts of a layer take beyond theirs, microseconds.
+        row_us: what each further row of a step adds to `layer_us`, microseconds.
         prompt_layer_us: what a decoder layer of a prompt's forward takes beyond its bytes and
             operations, microseconds.
     """
@@ -53,6 +55,7 @@ class Rates:
     disk_gbps: float | None = None
     layer_us: float = 0.0
     experts_us: float = 0.0
+    row_us: float = 0.0
     prompt_layer_us: float = 0.0
 
 
@@ -136,7 +139,8 @@ def predict_step(
     for layer, hit_rate, num_used in zip(geometry.layers, hit_rates, used, strict=True):
         total += _expected_layer_ms(layer, rates, hit_rate, num_used)
     cost = _step(geometry, rates, total, context_tokens, num_rows)
-    layers_us = geometry.num_layers * rates.layer_us + len(geometry.layers) * rates.experts_us
+    layer_us = rates.layer_us + (num_rows - 1) * rates.row_us
+    layers_us = geometry.num_layers * layer_us + len(geometry.layers) * rates.experts_us
     return StepCost(cost.resident_ms, cost.kv_ms, cost.experts_ms, layers_us / 1e3)
 
 

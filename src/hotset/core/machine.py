@@ -34,15 +34,16 @@ UNITS = {
     "disk": "GB/s",
     "decode_layer": "us",
     "decode_experts": "us",
+    "decode_row": "us",
     "prompt_layer": "us",
 }
 """Every figure there is, in units of 1e9 bytes or 1e12 operations per second: kernels reading
 page-locked host memory in place, the copy engine from host to device, device memory read only,
 BF16 matrix products with FP32 sums, those of many experts in one launch (several hundred tokens
 each), causal attention of a prompt's tokens to themselves, the same to tokens of earlier chunks,
-host memory read by all cores, and files read from disk. The last three are times: what a decoder
-layer of a decode step takes beyond its bytes, without and with experts the difference, and of a
-prompt beyond its bytes and operations."""
+host memory read by all cores, and files read from disk. The last four are times: what a decoder
+layer of a decode step of one row takes beyond its bytes, without experts, what experts add to it,
+and what each further row does; what a layer of a prompt takes beyond its bytes and operations."""
 
 LINK_FIGURES = ("link_zero_copy", "link_copy")
 
@@ -172,6 +173,7 @@ class MachineDescription:
             disk_gbps=self._value("disk"),
             layer_us=self._value("decode_layer") or 0.0,
             experts_us=self._value("decode_experts") or 0.0,
+            row_us=self._value("decode_row") or 0.0,
             prompt_layer_us=self._value("prompt_layer") or 0.0,
         )
 

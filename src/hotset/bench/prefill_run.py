@@ -189,7 +189,6 @@ class PrefillRun:
             num_tokens = sum(len(part) for parts in passes for part in parts)
             with engine.steps.exclusive(), engine._sequence(num_tokens) as sequence:
                 for parts in passes:
-                    runners[0].announce(sum(map(len, parts)))
                     logits_V = sequence.take_in(parts, run)
                 int(logits_V.argmax())  # the first token; waits for the device
 

@@ -203,7 +203,6 @@ class ServeRun:
         self, sequence: Sequence, ids: list[int], between_layers: BetweenLayers | None
     ) -> torch.Tensor:
         """Runs a prompt as the engine does, with other routing."""
-        self._engine._runners[0].announce(len(ids))
         run = partial(
             run_together,
             modules=self._modules,

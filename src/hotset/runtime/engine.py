@@ -297,7 +297,6 @@ class Engine(Closing):
         self, sequence: Sequence, ids: list[int], between_layers: BetweenLayers | None
     ) -> torch.Tensor:
         """Runs a prompt; logits of its last token, [V]."""
-        self._runners[0].announce(len(ids))
         run = partial(
             run_together,
             modules=list(experts_modules(self.model).values()),

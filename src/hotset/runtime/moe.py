@@ -105,12 +105,6 @@ class MoERunner:
         # Addresses change behind the kernels that fill.
         return few.total(matched=matched)
 
-    def announce(self, num_tokens: int) -> None:
-        """A prompt of so many tokens will come to this layer, the first one; see
-        `ExpertStream.begin`."""
-        if self._stream is not None and num_tokens > MATCH_TOKENS:
-            self._stream.begin(num_tokens)
-
     def run(self, blocks: Sequence[Block]) -> list[torch.Tensor]:
         """The layer's output for each block of a prompt, [T, H]; staged records cross once.
 
@@ -141,6 +135,8 @@ class MoERunner:
 
         adders = self._adders(sums)
         if self._stream is not None:
+            if self._layer == 0:
+                self._stream.begin(sum(one.num_tokens for one in sums))
             self._add_groups(adders, self._stream, need, read)
         else:
             self._add(adders, self._store.table.row(self._layer), 0, self._spec.num_experts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,27 @@ def test_health_follows_the_steps(fresh: Scripted) -> None:
         "requests": 0,
         "seconds_without_progress": 0.0,
     }
+
+
+BODY = json.dumps(CHAT).encode()
+HEAD = (
+    f"POST {URL} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    f"Content-Length: {len(BODY)}\r\n\r\n"
+).encode()
+
+
+def test_a_request_that_never_arrives_holds_no_connection(byte_text: Text) -> None:
+    """Nothing, half a head, half a body, and a second request; an answer may take longer."""
+    config = ServerConfig(port=0, request_seconds=0.3)
+    with serving(byte_text, config, pause_seconds=0.15) as server:
+        server.scheduler.gate.set()
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        for sent in (b"", HEAD[:30], HEAD + BODY[:-5], HEAD + BODY + HEAD[:30]):
+            with socket.create_connection(address, timeout=10) as connection:
+                connection.sendall(sent)
+                received = b"".join(iter(lambda: connection.recv(65536), b""))
+            assert (b'"Hello"' in received) == (BODY in sent)
+        assert ends(server) == [FinishReason.STOP], "the last one, whose answer took five pauses"
 
 
 def test_many_requests_on_old_and_new_connections(server: Scripted) -> None:

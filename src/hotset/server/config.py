@@ -32,6 +32,7 @@ class ServerConfig:
             name at 127.0.0.1.
         max_body_bytes: of a request.
         max_header_bytes: of a request's line and headers.
+        request_seconds: that a request may take to arrive.
         max_waiting: requests beyond these are refused while they wait for a row.
         drain_seconds: what running answers are given after SIGTERM.
         stall_seconds: without progress of a busy engine `/health` says 503.
@@ -48,6 +49,7 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     max_body_bytes: int = 8 * MIB
     max_header_bytes: int = 32 * 1024
+    request_seconds: float = 120.0
     max_waiting: int = 64
     drain_seconds: float = 30.0
     stall_seconds: float = 10.0

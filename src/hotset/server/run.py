@@ -18,6 +18,7 @@ import uvicorn
 
 from hotset.server.app import create_app
 from hotset.server.config import ServerConfig
+from hotset.server.patience import patient_protocol
 from hotset.server.served import Served
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",
+                http=patient_protocol(config.request_seconds),
                 ws="none",
                 lifespan="on",
                 log_config=None,

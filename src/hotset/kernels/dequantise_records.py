@@ -12,6 +12,7 @@ they lead.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -77,22 +78,29 @@ def _dequantise_kernel(
 
 def dequantise_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
     """Writes records as plain ones; see `dispatch.Kernels.dequantise_records`."""
-    plain = spec.as_plain()
-    offset = {field.name: field.offset for field in plain.layout.fields}
     interpret = is_interpreted(_dequantise_kernel)
+    for num_tiles, num_rows, given in _launches(spec):
+        _dequantise_kernel[(num_tiles, address_N.numel())](
+            address_N, out_ND, out_ND.shape[1], num_rows, INTERPRET=interpret, **given
+        )
+
+
+@cache
+def _launches(spec: ExpertSpec) -> tuple[tuple[int, int, dict[str, Any]], ...]:
+    """Of each matrix its tiles, its rows, and what is compiled in: found once for a format, as it
+    takes the host as long as the launches."""
+    offset = {field.name: field.offset for field in spec.as_plain().layout.fields}
+    found = []
     for name, matrix, num_rows in _matrices(spec):
         tile = DEQUANTISE[matrix.per_word]
-        _dequantise_kernel[(triton.cdiv(num_rows, tile.rows), address_N.numel())](
-            address_N,
-            out_ND,
-            plain.record_bytes,
-            num_rows,
-            M=matrix,
-            OUT_OFFSET=offset[name],
-            DTYPE=getattr(tl, spec.dtype),
-            INTERPRET=interpret,
+        given = {
+            "M": matrix,
+            "OUT_OFFSET": offset[name],
+            "DTYPE": getattr(tl, spec.dtype),
             **_launch_shape(tile, matrix),
-        )
+        }
+        found.append((triton.cdiv(num_rows, tile.rows), num_rows, given))
+    return tuple(found)
 
 
 def _matrices(spec: ExpertSpec) -> list[tuple[str, Matrix, int]]:

@@ -9,11 +9,15 @@ time, cannot change a bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
+import numpy as np
 import torch
 
 from hotset.core.geometry import MoELayer
 from hotset.core.staging import dequantised_records
+from hotset.experts.transfer import sent
 from hotset.kernels.dispatch import Kernels
 from hotset.runtime.block_sums import ManyTokens
 
@@ -35,10 +39,11 @@ class DequantisedExperts:
         size = dequantised_records(layer.expert, layer.num_experts)
         plain_bytes = layer.expert.as_plain().record_bytes
         self._plain_ND = torch.empty(size, plain_bytes, dtype=torch.uint8, device=device)
-        places_N = torch.arange(size, dtype=torch.int64, device=device) * plain_bytes
-        self._address_N = places_N + self._plain_ND.data_ptr()
+        # Places go round, so an expert's is known from the first expert of its range.
+        places = np.arange(layer.num_experts + size, dtype=np.int64) % size
+        self._round = sent(places * plain_bytes + self._plain_ND.data_ptr(), device)
         # What has no tokens is not read: it may lie behind the link.
-        self._used_E = torch.stack([one.counts for one in sums]).any(dim=0)
+        self._used_E = reduce(or_, (one.counts > 0 for one in sums))
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
         """Runs the experts `first` .. `stop` - 1 on their tokens of every block.
@@ -47,13 +52,13 @@ class DequantisedExperts:
             address_E: where each quantised record is read; 0 for experts outside the range.
         """
         packed_E = address_E * self._used_E
-        size = len(self._plain_ND)
+        size, num_experts = len(self._plain_ND), len(packed_E)
+        behind = size - first % size
+        # A copy, as kernels are made for addresses that begin on a line of 16 bytes.
+        plain_E = self._round[behind : behind + num_experts].clone()
         for start in range(first, stop, size):
             end = min(start + size, stop)
-            packed_N = packed_E[start:end].contiguous()
             room_ND = self._plain_ND[: end - start]
-            self._kernels.dequantise_records(packed_N, self._spec, room_ND)
-            plain_E = torch.zeros_like(packed_E)
-            plain_E[start:end] = self._address_N[: end - start] * (packed_N != 0)
+            self._kernels.dequantise_records(packed_E[start:end], self._spec, room_ND)
             for one in self._sums:
                 one.add(plain_E, first=start, stop=end)

@@ -26,6 +26,10 @@ from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
 from hotset.experts.transfer import sent
 
+# Addresses that are uploaded at a time, a kilobyte: on an H200 that much overtakes the copies of
+# whole groups that are queued before it, and two kilobytes wait for all of them.
+_UPLOADED = 128
+
 
 @dataclass(frozen=True)
 class _Range:
@@ -234,14 +238,13 @@ class ExpertStream:
         row_E = self._store.table.row(layer)
         if staged is None and (part.first, part.stop) == (0, len(row_E)):
             return row_E
-        # Little to send, and the less the better: an upload of two kilobytes waits for the copies
-        # of whole groups that are queued before it, one of a kilobyte did not (on an H200).
-        chosen = np.zeros(part.stop - part.first, dtype=np.int64)
+        chosen_E = np.zeros(len(row_E), dtype=np.int64)  # 0: as the table says
         if staged is not None:
             places = np.arange(len(staged.experts)) * staged.record_bytes
-            chosen[np.array(staged.experts) - part.first] = staged.address + places
-        chosen_R = sent(chosen, row_E.device)
+            chosen_E[list(staged.experts)] = staged.address + places
         address_E = torch.zeros_like(row_E)
-        inside_R = address_E[part.first : part.stop]
-        torch.where(chosen_R == 0, row_E[part.first : part.stop], chosen_R, out=inside_R)
+        for first in range(part.first, part.stop, _UPLOADED):
+            some = slice(first, min(first + _UPLOADED, part.stop))
+            chosen_R = sent(chosen_E[some], row_E.device)
+            torch.where(chosen_R == 0, row_E[some], chosen_R, out=address_E[some])
         return address_E

@@ -22,7 +22,9 @@ from hotset.bench.random_records import fill_random
 from hotset.bench.timing import capture, time_ms
 from hotset.core.formats import USUAL
 from hotset.core.geometry import ExpertSpec, Gate, GateForm, MoELayer
+from hotset.core.staging import block_tokens
 from hotset.kernels.dispatch import Kernels, select_kernels
+from hotset.kernels.launch import token_block
 from hotset.runtime.block_sums import ManyTokens
 from hotset.runtime.blocks import Block
 from hotset.runtime.dequantised import DequantisedExperts
@@ -85,8 +87,10 @@ class Layers:
         sums = ManyTokens(
             self.kernels,
             self.spec.as_plain() if dequantise else self.spec,
-            block,
+            [block],
             num_experts=num_experts,
+            kernel_tokens=token_block(block.num_tokens, self.top_k, num_experts),
+            most_rows=block_tokens(self.spec, self.top_k) * self.top_k,
             post_norm=None,
         )
         adds = (

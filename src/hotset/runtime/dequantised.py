@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from functools import reduce
 from operator import or_
 
-import numpy as np
 import torch
 
 from hotset.core.geometry import MoELayer
 from hotset.core.staging import dequantised_records
-from hotset.experts.transfer import sent
 from hotset.kernels.dispatch import Kernels
 from hotset.runtime.block_sums import ManyTokens
 
@@ -39,9 +37,10 @@ class DequantisedExperts:
         size = dequantised_records(layer.expert, layer.num_experts)
         plain_bytes = layer.expert.as_plain().record_bytes
         self._plain_ND = torch.empty(size, plain_bytes, dtype=torch.uint8, device=device)
-        # Places go round, so an expert's is known from the first expert of its range.
-        places = np.arange(layer.num_experts + size, dtype=np.int64) % size
-        self._round = sent(places * plain_bytes + self._plain_ND.data_ptr(), device)
+        # Places go round, so an expert's is known from the first expert of its range. Made on the
+        # device: an upload would wait for the records that are on their way.
+        places = torch.arange(layer.num_experts + size, dtype=torch.int64, device=device) % size
+        self._round = places * plain_bytes + self._plain_ND.data_ptr()
         # What has no tokens is not read: it may lie behind the link.
         self._used_E = reduce(or_, (one.counts > 0 for one in sums))
 

@@ -112,7 +112,7 @@ def test_staging_weighs_by_what_is_known(tmp_path: Path) -> None:
     assert (known.link_gbps, known.copy_gbps) == (12.0, 13.0)
     assert unknown.product_tflops == PRODUCT_TFLOPS
     assert known.product_tflops == described(H200, folder=tmp_path).rates().expert_tflops
-    # Eight records, each read twice in place: on an H200 2.97 ms, and 1.42 with copies and two
+    # Eight records, each read twice in place: on an H200 2.97 ms, and 1.97 with copies and two
     # groups. Where the copy engine has a tenth of the link's rate it does not pay.
     reads = Reads(range(8), 16, 0, record_bytes=9_437_184, flops=0.0)
     assert unknown.use_ring(reads, group_records=4)

@@ -41,10 +41,10 @@ def chosen(
 
 
 def test_many_records_go_through_the_ring() -> None:
-    """96 records: 17.8 ms in place, 16.6 by the copy engine and 0.05 for the last group."""
+    """96 records: 17.8 ms in place, 16.6 by the copy engine and 0.6 for the last group."""
     in_place = 96 * RECORD / LINK_GBPS / 1e6
     ring = 96 * RECORD / COPY_GBPS / 1e6 + (48 * COPY_US + GROUP_US) / 1e3
-    assert in_place == pytest.approx(17.8, abs=0.1) and ring == pytest.approx(16.6, abs=0.1)
+    assert in_place == pytest.approx(17.8, abs=0.1) and ring == pytest.approx(17.2, abs=0.1)
     assert chosen(THREE_OF_FOUR, reads=96)
 
 
@@ -56,25 +56,28 @@ def test_few_or_small_records_are_read_in_place() -> None:
 
 def test_a_record_that_would_be_read_again_is_staged() -> None:
     """Tokens of one expert that fill several kernel blocks read its record once for each."""
-    assert chosen([3], reads=2)
+    eight = list(range(8))
+    assert chosen(eight, reads=16) and not chosen(eight, reads=8)
 
 
 def test_what_is_dequantised_is_copied_beside_products() -> None:
     """8,192 tokens of INT4 records: the copies' 4.3 ms have the products' 1.6 beside them, reads in
-    place have not. A kernel that multiplies as it reads has, and then a fast link suffices."""
+    place have not. A kernel that multiplies as it reads has, and then a fast link suffices. In
+    small groups the host is the slowest (on an H200 9.0 ms in place, 13.6 in groups of 8)."""
     int4, flops = 2_433_024, 8192 * 8 * 6 * 2048 * 768
-    layer = {"record_bytes": int4, "flops": flops, "group": 8}
+    layer = {"record_bytes": int4, "flops": flops}
     copies = 96 * int4 / COPY_GBPS / 1e6
     assert flops / PRODUCT_TFLOPS / 1e9 == pytest.approx(1.57, abs=0.01)
     assert copies == pytest.approx(4.23, abs=0.01)
     assert chosen(THREE_OF_FOUR, 0, dequantised=96, **layer)
     assert chosen(THREE_OF_FOUR, 0, dequantised=96, link_gbps=60.0, **layer)
     assert not chosen(THREE_OF_FOUR, 96, link_gbps=60.0, **layer)
+    assert not chosen(THREE_OF_FOUR, 0, dequantised=96, group=8, **layer)
 
 
 def test_many_small_groups_take_the_host_longer_than_the_link() -> None:
-    """Of 100 KB records one takes 2 us, a group of one 50: in groups of 32 they are staged."""
-    small = {"record_bytes": 100_000, "reads": 256}
+    """Of 1 MB records one takes 18 us, a group of one 600: in groups of 32 they are staged."""
+    small = {"record_bytes": 1_000_000, "reads": 256}
     assert not chosen(THREE_OF_FOUR, group=1, **small)
     assert chosen(THREE_OF_FOUR, group=32, **small)
 

@@ -278,21 +278,23 @@ def _pass(
 
 
 def _streamed_ms(layers: Sequence[_Layer], between_ms: float) -> float:
-    """The link brings groups into the buffers, the device computes on them, both in turn.
+    """The link brings groups into the buffers, the host launches their products, the device runs
+    them, each in turn.
 
     A group sets off when the link is free and its buffer has been computed on; the first ones of a
-    layer that was not foretold, when its tokens have been routed. Its products begin when it is
-    there and those before it are done, and take a moment to be launched.
+    layer that was not foretold, when its tokens have been routed. Until then the host waits too. A
+    group's products begin when it is there, they are launched, and those before them are done.
     """
     link = device = 0.0
     computed = deque([0.0] * NUM_BUFFERS)  # when each buffer is free again
     foretold = False
     for layer in layers:
         device += between_ms
-        known = 0.0 if foretold else device
+        known, host = 0.0 if foretold else device, device
         for _ in range(layer.num_groups):
             link = max(link, computed.popleft(), known) + layer.copy_ms / layer.num_groups
-            device = max(device, link) + layer.compute_ms / layer.num_groups + GROUP_US / 1e3
+            host += GROUP_US / 1e3
+            device = max(device, link, host) + layer.compute_ms / layer.num_groups
             computed.append(device)
         if not layer.num_groups:
             device += layer.compute_ms

@@ -77,8 +77,8 @@ def _predict(charges: Charges, speed: SpeedModel, sizes: Sizes, work: Workload) 
 def explained(
     choices: Iterable[Choice],
     speed: Speed,
-    *,
     request: PlanRequest,
+    *,
     sizes: Sizes,
     by_rules: Sizes,
     price: str,

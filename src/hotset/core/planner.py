@@ -68,14 +68,10 @@ def make_plan(
     sizes = with_host_copies(charges, budgets, sizes)
     problems = Refusal(charges, machine, request, budgets).problems()
     expected = None if speed is None or problems else predict(charges, request, speed, sizes)
-    choices = tuple(_choices(charges, sizes, budgets, request, machine))
+    choices = _choices(charges, sizes, budgets, request, machine)
     if speed is not None and expected is not None:
         price = context_price(charges, budgets, request, speed, sizes)
-        choices = tuple(
-            explained(
-                choices, expected, request=request, sizes=sizes, by_rules=by_rules, price=price
-            )
-        )
+        choices = explained(choices, expected, request, sizes=sizes, by_rules=by_rules, price=price)
     return MemoryPlan(
         device=_device_side(charges, sizes, budgets, request, machine),
         host=_host_side(charges, sizes, budgets, request, machine.host),
@@ -88,7 +84,7 @@ def make_plan(
         context_tokens=sizes.context_tokens,
         kv_tokens=charges.kv_tokens(sizes.context_tokens),
         prefill_chunk=sizes.prefill_chunk,
-        choices=choices,
+        choices=tuple(choices),
         warnings=() if problems else tuple(_warnings(charges, sizes, machine)),
         problems=problems,
         speed=expected,

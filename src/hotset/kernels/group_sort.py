@@ -1,8 +1,9 @@
-"""The three-launch form of `grouping`: a counting sort, for the many pairs of a prompt.
+"""The four-launch form of `grouping`: a counting sort, for the many pairs of a prompt.
 
-Parts of the pairs count what they have of each expert, the counts of all parts are summed up, and
-then every pair knows its place. A library's sort of them takes some thirty launches. Beside it the
-rows of a prompt by expert, in one. Knows ids and what belongs to them; nothing of tokens' values.
+Parts of the pairs count what they have of each expert, the counts of all parts are summed up,
+blocks are laid out, and then every pair knows its place. A library's sort of them takes some thirty
+launches. Beside it the rows of a prompt by expert, in one. Knows ids and what belongs to them;
+nothing of tokens' values.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -15,7 +16,7 @@ import triton.language as tl
 from hotset.kernels.grouping import Grouping
 
 # Pairs of a part: each is compared with all of its part.
-_PART = 256
+_PART = 128
 # Elements of one comparison: 64 registers in each of 256 threads.
 _MAX_COMPARISONS = 16384
 # Parts whose counts are summed up at a time.
@@ -62,38 +63,8 @@ def _sum_kernel(counts_EP, total_E, num_parts, BLOCK: tl.constexpr):
     tl.store(total_E + tl.program_id(0), before)
 
 
-@triton.jit
-def _place_pairs(
-    ids,
-    before_EP,
-    total_E,
-    order,
-    places,
-    num_pairs,
-    num_experts,
-    num_parts,
-    part,
-    PART: tl.constexpr,
-    SOME: tl.constexpr,
-):
-    pair = part * PART + tl.arange(0, PART)
-    key = _keys(ids, pair, num_pairs, num_experts)
-    real = pair < num_pairs
-    place = tl.load(before_EP + key * num_parts + part, mask=real, other=0)
-    for first in range(0, num_experts + 1, SOME):
-        expert = first + tl.arange(0, SOME)
-        total = tl.load(total_E + expert, mask=expert <= num_experts, other=0)
-        place += tl.sum(tl.where(expert[None, :] < key[:, None], total[None, :], 0), 1)
-    for first in range(0, PART, SOME):
-        other = part * PART + first + tl.arange(0, SOME)
-        same = _keys(ids, other, num_pairs, num_experts)[None, :] == key[:, None]
-        place += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), 1)
-    tl.store(order + place, pair, mask=real)
-    tl.store(places + pair, place, mask=real)
-
-
-@triton.jit
-def _place_blocks(
+@triton.jit(do_not_specialize=["num_experts", "num_blocks"])
+def _block_kernel(
     total_E,
     bounds,
     first_block,
@@ -101,7 +72,6 @@ def _place_blocks(
     block_start,
     num_experts,
     num_blocks,
-    part,
     TOKENS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -110,12 +80,12 @@ def _place_blocks(
     count = tl.load(total_E + expert, mask=expert <= num_experts, other=0)
     blocks = (count + TOKENS - 1) // TOKENS
     ends = tl.cumsum(blocks, 0)
-    if part == 0:
+    if tl.program_id(0) == 0:
         tl.store(bounds, 0)
         tl.store(bounds + 1 + expert, tl.cumsum(count, 0), mask=expert <= num_experts)
         tl.store(first_block, 0)
         tl.store(first_block + 1 + expert, ends, mask=expert < num_experts)
-    block = part * BLOCKS + tl.arange(0, BLOCKS)
+    block = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     before = ends[None, :] <= block[:, None]
     owner = tl.sum((before & (expert <= num_experts)[None, :]).to(tl.int32), 1)
     nth = block - tl.sum(tl.where(before, blocks[None, :], 0), 1)
@@ -124,56 +94,31 @@ def _place_blocks(
     tl.store(block_start + block, start, block < num_blocks)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_parts", "num_blocks"])
-def _place_kernel(
+@triton.jit(do_not_specialize=["num_pairs", "num_experts", "num_parts"])
+def _pair_kernel(
     ids,
     before_EP,
-    total_E,
+    bounds,
     order,
     places,
-    bounds,
-    first_block,
-    block_expert,
-    block_start,
     num_pairs,
     num_experts,
     num_parts,
-    num_blocks,
-    TOKENS: tl.constexpr,
     PART: tl.constexpr,
     SOME: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     part = tl.program_id(0)
-    if part < num_parts:
-        _place_pairs(
-            ids,
-            before_EP,
-            total_E,
-            order,
-            places,
-            num_pairs,
-            num_experts,
-            num_parts,
-            part,
-            PART,
-            SOME,
-        )
-    else:
-        _place_blocks(
-            total_E,
-            bounds,
-            first_block,
-            block_expert,
-            block_start,
-            num_experts,
-            num_blocks,
-            part - num_parts,
-            TOKENS,
-            BLOCK_E,
-            BLOCKS,
-        )
+    pair = part * PART + tl.arange(0, PART)
+    key = _keys(ids, pair, num_pairs, num_experts)
+    real = pair < num_pairs
+    place = tl.load(before_EP + key * num_parts + part, mask=real, other=0)
+    place += tl.load(bounds + key, mask=real, other=0)
+    for first in range(0, PART, SOME):
+        other = part * PART + first + tl.arange(0, SOME)
+        same = _keys(ids, other, num_pairs, num_experts)[None, :] == key[:, None]
+        place += tl.sum((same & (other[None, :] < pair[:, None])).to(tl.int32), 1)
+    tl.store(order + place, pair, mask=real)
+    tl.store(places + pair, place, mask=real)
 
 
 def launch_sort(
@@ -202,22 +147,21 @@ def launch_sort(
         BLOCK=_SUMMED,
         num_warps=4,
     )
-    _place_kernel[(num_parts + triton.cdiv(grouping.num_blocks, blocks),)](
-        ids,
-        counts_EP,
+    _block_kernel[(triton.cdiv(grouping.num_blocks, blocks),)](
         grouping.counts_E,
-        grouping.order_N,
-        place_N,
         grouping.bounds,
         first_block,
         grouping.block_expert_B,
         grouping.block_start_B,
-        *sizes,
+        num_experts,
         grouping.num_blocks,
         TOKENS=grouping.block_tokens,
         BLOCK_E=block_e,
         BLOCKS=blocks,
-        **part,
+        num_warps=8,
+    )
+    _pair_kernel[(num_parts,)](
+        ids, counts_EP, grouping.bounds, grouping.order_N, place_N, *sizes, **part
     )
 
 

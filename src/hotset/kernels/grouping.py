@@ -133,7 +133,7 @@ def group_by_counting(
     place_N: torch.Tensor | None = None,
     first_block: torch.Tensor | None = None,
 ) -> Grouping:
-    """`group_tokens` in three launches, for the many pairs of a prompt.
+    """`group_tokens` in four launches, for the many pairs of a prompt.
 
     Args:
         place_N: int32 [N], written: the place of each pair in `order_N`.

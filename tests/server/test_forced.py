@@ -135,6 +135,17 @@ def test_a_schema_beside_tools_and_reasoning(text_of: Any) -> None:
         ),
         ({"type": "object", "allOf": []}, "cannot be held to `allOf`"),
         ({"type": "object", "required": ["a"]}, "requires `a`, which has no schema"),
+        # What is no schema at all.
+        ({"type": "object", "required": 5}, "`required` is 5"),
+        ({"type": "object", "required": [{}]}, "`required` is"),
+        ({"type": 5}, "`type` is 5"),
+        ({"properties": {"a": {"type": [{}]}}}, "`type` is"),
+        ({"properties": {"a": {"enum": 5}}}, "`enum` is 5"),
+        ({"properties": {"a": {"anyOf": None}}}, "`anyOf` is None"),
+        ({"properties": {"a": {"oneOf": [{"anyOf": 5}]}}}, "`anyOf` is 5"),
+        ({"properties": {"a": False}}, "the schema of `a` is False"),
+        # Rules of which each leads to the next are followed on the thread's stack.
+        ({"properties": {f"p{n}": {} for n in range(501)}}, "has 501 parameters"),
     ],
 )
 def test_what_cannot_be_held_to_is_refused(text_of: Any, schema: Any, words: str) -> None:

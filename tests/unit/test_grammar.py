@@ -107,6 +107,45 @@ def test_the_reason_is_in_words(compiler: GrammarCompiler, schema: Any, reason: 
     assert info.value.option == "schema"
 
 
+def chained(num_links: int) -> dict[str, Any]:
+    """Objects within objects, each in a definition of its own."""
+    links = {
+        f"d{n}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{n + 1}"}}}
+        for n in range(num_links)
+    }
+    return {"$defs": {**links, f"d{num_links}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        chained(900),
+        {"type": "object", "properties": {f"p{n}": {} for n in range(1001)}},
+        json.loads('{"items":' * 700 + "{}" + "}" * 700),
+    ],
+    ids=["chained", "wide", "nested"],
+)
+def test_a_schema_that_would_overflow_the_stack_is_refused(
+    compiler: GrammarCompiler, schema: dict[str, Any]
+) -> None:
+    """Nothing that comes after an overflow can be tested: the process would be gone."""
+    for make in (compiler.json_schema, compiler.json_rule):
+        with pytest.raises(RequestError, match="too large to follow"):
+            make(schema)
+
+
+def test_schemas_of_many_definitions_are_followed(compiler: GrammarCompiler) -> None:
+    """Flat ones, a chain, and one that comes back to itself."""
+    many = {
+        f"d{n}": {"type": "object", "properties": {"x": {"type": "string"}}} for n in range(150)
+    }
+    refs = [{"$ref": f"#/$defs/{name}"} for name in many]
+    compiler.json_schema({"$defs": many, "anyOf": refs})
+    compiler.json_schema(chained(100))
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
+    compiler.json_schema({"$defs": {"node": node}, "$ref": "#/$defs/node"})
+
+
 def test_random_draws_make_sound_json(compiler: GrammarCompiler) -> None:
     """Through the sampler, from logits that know nothing of JSON."""
     sampler = Sampler(1, VOCAB, device=torch.device("cpu"))

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from hotset.core.errors import ConfigError, RequestError
+from hotset.runtime.schema_size import check_schema_size
 
 if TYPE_CHECKING:
     import llguidance
@@ -119,6 +120,7 @@ class GrammarCompiler:
         Raises:
             RequestError: it is no schema, or has something that cannot be held to.
         """
+        check_schema_size(schema, option="schema")
         try:
             grammar = self._matchers.grammar_from_json_schema(
                 json.dumps(schema), overrides=_JSON_OPTIONS
@@ -154,7 +156,12 @@ class GrammarCompiler:
         return f"{rule}: /(?s:.*)/ {self.literal(mark[special.start() :])}"
 
     def json_rule(self, schema: Mapping[str, Any]) -> str:
-        """Lark source of JSON that follows a schema."""
+        """Lark source of JSON that follows a schema.
+
+        Raises:
+            RequestError: it is too large.
+        """
+        check_schema_size(schema, option=None)
         return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
     def lark(self, grammar: str, *, what: str = "grammar", option: str | None = None) -> Matcher:

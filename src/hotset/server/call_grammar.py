@@ -29,6 +29,13 @@ _OF_OBJECTS = _NOTES | {
     *_DEFINITIONS,
 }
 _OF_TEXTS = _NOTES | {"type", "anyOf", "oneOf", "enum", "const"}
+# Each is a rule that leads to the next, and the library follows them by recursion: 2,000 were well.
+_MAX_PARAMETERS = 500
+# Words of a schema that have lists, and what is in them.
+_LISTS: Mapping[str, type | tuple[type, ...]] = {
+    **{"type": str, "required": str, "enum": object},
+    **dict.fromkeys(("anyOf", "oneOf"), (Mapping, bool)),
+}
 
 
 class CallGrammar:
@@ -120,13 +127,33 @@ def _checked(tool: Tool) -> tuple[Mapping[str, Any], frozenset[str]]:
     """Schemas of the parameters, and which of them are required."""
     schema = tool.parameters
     _check(tool, schema, _OF_OBJECTS, "arguments that stand one by one")
+    _check_words(tool, schema)
     properties, required = schema.get("properties", {}), frozenset(schema.get("required", ()))
     if kinds(schema) - {"object"} or not isinstance(properties, Mapping):
         raise _refused(tool, "its arguments are no object")
     if missing := sorted(required - properties.keys()):
         raise _refused(tool, f"it requires `{missing[0]}`, which has no schema")
-    plain = {key: value if isinstance(value, Mapping) else {} for key, value in properties.items()}
+    if len(properties) > _MAX_PARAMETERS:
+        raise _refused(tool, f"it has {len(properties)} parameters, the most is {_MAX_PARAMETERS}")
+    plain: dict[str, Mapping[str, Any]] = {}
+    for key, value in properties.items():
+        plain[key] = {} if value is True else value
+        if not isinstance(plain[key], Mapping):
+            raise _refused(tool, f"the schema of `{key}` is {value!r}")
+        _check_words(tool, plain[key])
     return plain, required
+
+
+def _check_words(tool: Tool, schema: Mapping[str, Any]) -> None:
+    """Refuses words with a value that they cannot have, in alternatives too."""
+    for word, kind in _LISTS.items():
+        given = schema.get(word, [])
+        given = [given] if word == "type" and isinstance(given, str) else given
+        if not isinstance(given, list) or not all(isinstance(entry, kind) for entry in given):
+            raise _refused(tool, f"`{word}` is {given!r}, which is no value for it")
+    for branch in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        if isinstance(branch, Mapping):
+            _check_words(tool, branch)
 
 
 def _check(tool: Tool, schema: Mapping[str, Any], known: frozenset[str], what: str) -> None:

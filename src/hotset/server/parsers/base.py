@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -91,13 +91,19 @@ def make_call(name: str, arguments: object, call_id: str | None = None) -> Call:
 
 
 def kinds(schema: Mapping[str, Any]) -> frozenset[str]:
-    """JSON types that a schema names, itself or in its alternatives; empty where it names none."""
-    given = schema.get("type", ())
-    found = {given} if isinstance(given, str) else set(given)
+    """JSON types that a schema names, itself or in its alternatives; empty where it names none.
+
+    A schema is what a client wrote: what is none names none.
+    """
+    found = {kind for kind in _listed(schema.get("type")) if isinstance(kind, str)}
     for word in ("anyOf", "oneOf"):
-        for branch in schema.get(word, ()):
+        for branch in _listed(schema.get(word)):
             found |= kinds(branch) if isinstance(branch, Mapping) else set()
     return frozenset(found)
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else (value,)
 
 
 def may_be_text(schema: Mapping[str, Any]) -> bool:

@@ -58,25 +58,12 @@ def packed_up_kernel(
     units: tl.constexpr = ROWS // 2 if GATED else ROWS
     whole: tl.constexpr = INTER % (units * M.stride) == 0
     rows, inside, begin = tile_rows(tl.program_id(0), M, ROWS, GATED)
-    inputs = first_inputs(x_H, record, rows, begin, M, COLS)
+    x_in = first_inputs(x_H, record, rows, begin, M, COLS)
     ahead = read_ahead(record, rows, inside, begin, M, COLS, AHEAD, whole)
     wait_for_previous(DEPENDENT)
     fill = fill_address(fill_E, expert, FILL)
     u = packed_row_sums(
-        x_H,
-        record,
-        fill,
-        rows,
-        inside,
-        begin,
-        ahead,
-        inputs,
-        M,
-        COLS,
-        AHEAD,
-        whole,
-        FILL,
-        INTERPRET,
+        x_H, record, fill, rows, inside, begin, ahead, x_in, M, COLS, AHEAD, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
         u += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)
@@ -125,22 +112,9 @@ def packed_down_kernel(
     fill = fill_address(fill_E, expert, FILL)
     wait_for_previous(DEPENDENT)
     h_I = h_KI + choice * INTER
-    inputs = first_inputs(h_I, record, rows, begin, M, COLS)
+    x_in = first_inputs(h_I, record, rows, begin, M, COLS)
     y = packed_row_sums(
-        h_I,
-        record,
-        fill,
-        rows,
-        inside,
-        begin,
-        ahead,
-        inputs,
-        M,
-        COLS,
-        AHEAD,
-        whole,
-        FILL,
-        INTERPRET,
+        h_I, record, fill, rows, inside, begin, ahead, x_in, M, COLS, AHEAD, whole, FILL, INTERPRET
     )
     if HAS_BIAS:
         y += load_bias(record, fill, rows, inside, BIAS, dtype, whole, FILL)

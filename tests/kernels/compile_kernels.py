@@ -26,6 +26,7 @@ from hotset.kernels import (
     grouping,
     match,
     moe_decode,
+    moe_few,
     moe_grouped,
     moe_prompt,
     products,
@@ -117,6 +118,8 @@ def experts_of(spec: ExpertSpec, num_tokens: int, *, fill: bool) -> None:
     fill_E = address_E if fill else None
     if num_tokens == 1:
         moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
+    elif num_tokens <= 8 and spec.is_plain:
+        moe_few.few_tokens(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
     elif num_tokens > 64 and not fill:
         ranges = group_ranges(
             ids_TK, 128, block_tokens=token_block(num_tokens, 8, 128), most_rows=4096
@@ -178,11 +181,14 @@ def main(capability: int) -> None:
     case("one token", experts, 1, 2048, 768, plain, "bfloat16")
     case("one token, fill", experts, 1, 2880, 2880, OAI, "bfloat16", fill=True)
     case("one token, odd", experts, 1, 37, 23, SOFTCAPPED, "float16")
-    case("small batch", experts, 8, 2048, 768, plain, "bfloat16")
-    case("small batch, fill", experts, 8, 2880, 2880, OAI, "bfloat16", fill=True)
+    case("few tokens", experts, 8, 2048, 768, plain, "bfloat16", fill=True)
+    case("few tokens", experts, 2, 2880, 2880, OAI, "bfloat16", fill=True)
+    case("few tokens, odd", experts, 3, 37, 23, SOFTCAPPED, "float16")
+    case("small batch", experts, 16, 2048, 768, plain, "bfloat16")
+    case("small batch, fill", experts, 16, 2880, 2880, OAI, "bfloat16", fill=True)
     case("64 tokens, fill", experts, 64, 2048, 768, plain, "bfloat16", fill=True)
-    case("small batch, odd", experts, 8, 37, 23, SOFTCAPPED, "float16")
-    case("fp32", experts, 8, 2048, 768, plain, "float32")
+    case("small batch, odd", experts, 16, 37, 23, SOFTCAPPED, "float16")
+    case("fp32", experts, 16, 2048, 768, plain, "float32")
     case("prompt", experts, 300, 2048, 768, plain, "bfloat16")
     case("long prompt", experts, 8192, 2880, 2880, OAI, "bfloat16")
     ids_TK = torch.zeros(16, 8, dtype=torch.int64)

@@ -28,6 +28,15 @@ def test_one_token_reads_and_fills_16_bytes_at_a_time(facts: Facts) -> None:
     assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "one token, odd"))
 
 
+def test_few_tokens_hold_their_weights_in_registers(facts: Facts) -> None:
+    """Read 16 bytes at a time, and filled so; shared memory only adds up what warps have."""
+    for row in rows(facts, "few tokens"):
+        assert row["loads_16_bytes"] >= 8 and row["stores_16_bytes"] >= 8, row
+        assert row["shared_bytes"] <= 1024 and row["tensor_core"] == 0, row
+    # Control: rows that start anywhere cannot be read so.
+    assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "few tokens, odd"))
+
+
 def test_products_read_weights_16_bytes_at_a_time(facts: Facts) -> None:
     for row in rows(facts, "products"):
         assert row["loads_16_bytes"] >= 8, row

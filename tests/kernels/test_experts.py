@@ -39,7 +39,7 @@ def test_every_gate(kernels: Kernels, gate: str, dtype: str, num_tokens: int) ->
     check(kernels, experts, *make_inputs(experts, num_tokens, 3))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 17, 40])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 17, 40])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("hidden", "intermediate"),
@@ -62,6 +62,7 @@ def test_shapes(hidden: int, intermediate: int, dtype: str, num_tokens: int) -> 
         ("bfloat16", 1, 512, 256),
         ("float32", 2, 256, 128),
         ("bfloat16", 2, 256, 128),
+        ("bfloat16", 8, 512, 256),
         ("bfloat16", 40, 256, 128),
     ],
 )

@@ -14,7 +14,9 @@ import torch
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import ExpertSpec
 from hotset.kernels import match_reference, reference
+from hotset.kernels.contract import check_inputs, check_plain_records
 from hotset.kernels.grouping import Grouping, group_tokens
+from hotset.kernels.launch import is_few
 from hotset.kernels.match_reference import LayerMatch
 from hotset.kernels.ranges import NumBlocks, Ranges
 
@@ -31,6 +33,9 @@ class Kernels(Protocol):
     @property
     def name(self) -> str:
         """`reference` or `triton`."""
+
+    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
+        """Whether `expert_outputs` of so many tokens takes a `grouping`."""
 
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         """Sorts routed pairs by expert, without a host synchronisation; see `grouping`."""
@@ -159,6 +164,9 @@ class ReferenceKernels:
     name = "reference"
     joins_blocks = False  # the host library's products round by the number of rows
 
+    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
+        return False
+
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
 
@@ -239,6 +247,11 @@ class TritonKernels:
     name = "triton"
     joins_blocks = True
 
+    def groups(self, num_tokens: int, top_k: int, spec: ExpertSpec) -> bool:
+        size, longest = getattr(torch, spec.dtype).itemsize, max(spec.hidden, spec.intermediate)
+        few = spec.is_plain and is_few(num_tokens, top_k, size, longest)
+        return num_tokens > 1 and not few
+
     def group(self, ids_TK: torch.Tensor, num_experts: int) -> Grouping:
         return group_tokens(ids_TK, num_experts)
 
@@ -255,6 +268,7 @@ class TritonKernels:
         behind_match: bool = False,
     ) -> torch.Tensor:
         from hotset.kernels.moe_decode import one_token
+        from hotset.kernels.moe_few import few_tokens
         from hotset.kernels.moe_grouped import grouped
 
         behind_match &= ids_TK.is_contiguous()  # a copy would come between
@@ -263,18 +277,11 @@ class TritonKernels:
         if ids_TK.numel() == 0:
             shape = (*ids_TK.shape, spec.hidden)
             return x_TH.new_empty(shape, dtype=torch.float32) if out is None else out
-        if x_TH.shape[0] == 1:
-            return one_token(
-                x_TH,
-                ids_TK,
-                address_E,
-                spec,
-                out=out,
-                fill_E=fill_E,
-                behind_match=behind_match,
-            )
-        grouping = grouping or self.group(ids_TK, address_E.numel())
-        return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
+        if self.groups(len(x_TH), ids_TK.shape[1], spec):
+            grouping = grouping or self.group(ids_TK, address_E.numel())
+            return grouped(x_TH, ids_TK, address_E, spec, grouping=grouping, out=out, fill_E=fill_E)
+        run = one_token if len(x_TH) == 1 else few_tokens
+        return run(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E, behind_match=behind_match)
 
     def dequantise_records(
         self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
@@ -342,31 +349,6 @@ class TritonKernels:
             num_blocks=num_blocks,
             post_norm=post_norm,
         )
-
-
-def check_inputs(
-    x_TH: torch.Tensor,
-    ids_TK: torch.Tensor,
-    address_E: torch.Tensor,
-    spec: ExpertSpec,
-    out: torch.Tensor | None,
-) -> None:
-    """Our own contract, on shapes only: what breaks it is a bug of the caller."""
-    num_tokens, top_k = ids_TK.shape
-    assert x_TH.shape == (num_tokens, spec.hidden), (x_TH.shape, spec.hidden)
-    assert x_TH.dtype == getattr(torch, spec.dtype), (x_TH.dtype, spec.dtype)
-    assert address_E.dtype == torch.int64 and address_E.ndim == 1
-    assert x_TH.is_contiguous() and address_E.is_contiguous()
-    if out is not None:
-        assert out.shape == (num_tokens, top_k, spec.hidden), out.shape
-        assert out.dtype == torch.float32 and out.is_contiguous()
-
-
-def check_plain_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
-    """Our own contract for `dequantise_records`."""
-    assert address_N.dtype == torch.int64 and address_N.ndim == 1 and address_N.is_contiguous()
-    assert out_ND.shape == (len(address_N), spec.as_plain().record_bytes), out_ND.shape
-    assert out_ND.dtype == torch.uint8 and out_ND.is_contiguous()
 
 
 def select_kernels(device: torch.device, forced: str | None = None) -> Kernels:

@@ -84,9 +84,9 @@ class FewTokens:
         self._kernels, self.spec, self._block = kernels, spec, block
         self._fill_E, self._post_norm = fill_E, post_norm
         self._behind_match = behind_match
-        # One token needs no grouping, its kernel takes the ids as they are.
-        many = block.num_tokens > 1
-        self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if many else None
+        # The kernels of fewest tokens take the ids as they are.
+        groups = kernels.groups(block.num_tokens, block.ids_TK.shape[1], spec)
+        self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if groups else None
         # Given, and not made by the kernel: whole or in ranges, it is then one program.
         self._y_TKH = outputs_of(block)
 
@@ -108,7 +108,7 @@ class FewTokens:
 
     @property
     def kernel_tokens(self) -> int:
-        return 1 if self.grouping is None else self.grouping.block_tokens
+        return self.num_tokens if self.grouping is None else self.grouping.block_tokens
 
     @property
     def counts(self) -> torch.Tensor:

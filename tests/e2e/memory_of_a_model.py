@@ -2,7 +2,7 @@
 
     python memory_of_a_model.py FOLDER
 
-Loads, answers and closes five times. Prints JSON: peak growth of anonymous memory while loading
+Loads and closes nine times, and answers. Prints JSON: peak growth of anonymous memory while loading
 and what the plan says of it, growth while a long answer is generated, and what is left of it all
 after each cycle.
 """
@@ -18,7 +18,7 @@ from memory_of_loading import anonymous_bytes, peak_growth
 
 import hotset
 
-NUM_TOKENS, WARM_UP = 120, 20
+NUM_TOKENS, WARM_UP, NUM_CYCLES = 120, 20, 9
 
 
 def answer(model: hotset.Model) -> int:
@@ -42,7 +42,7 @@ def main(folder: str) -> None:
         list(model.generate(token_ids=[5], max_tokens=2))
     baseline = anonymous_bytes()
     cycles, loads, growth = [], [], 0
-    for cycle in range(5):
+    for cycle in range(NUM_CYCLES):
         loads.append(peak_growth(lambda: models.append(hotset.load(folder, **options))))
         model = models.pop()
         if cycle == 0:

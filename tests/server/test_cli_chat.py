@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,20 @@ class Terminal:
         """At the next prompt: before it the terminal would make a new line of Enter."""
         self.wait_for(">")
         self.press(text)
+
+    def leave(self) -> int:
+        """Ctrl-D until the program has ended, and its exit status.
+
+        An edit that is dropped draws its prompt once more, and a key between that one and the
+        next prompt is the terminal's: of a Ctrl-D there nothing is left.
+        """
+        deadline = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
+            with suppress(OSError):  # it has just closed its end
+                self.press(CTRL_D)
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(timeout=1)
+        raise AssertionError(f"still there: {self._seen!r}")
 
     def wait_for(self, text: str) -> str:
         """What came up to and with `text`; later calls begin behind it."""
@@ -130,8 +144,8 @@ def test_a_conversation(server: Scripted, tmp_path: Path) -> None:
         screen.type(f"/nothing{ENTER}")
         screen.wait_for("there is no `/nothing`")
         screen.type(f"half a thought{CTRL_C}")
-        screen.type(CTRL_D)
-        assert screen.process.wait(WAIT_SECONDS) == 0
+        screen.wait_for(">")
+        assert screen.leave() == 0
     assert "+one\n+two\n+three" in history.read_text()
     assert history.stat().st_mode & 0o077 == 0, "others may not read it"
 
@@ -237,5 +251,5 @@ def test_a_model_that_is_loaded_here_stops_within_a_token() -> None:
         shorter = min(map(len, answers)) - 2  # without the last word, and "[stopped"
         assert shorter >= 1
         assert answers[0][:shorter] == answers[1][:shorter]
-        screen.type(CTRL_D)
-        assert screen.process.wait(WAIT_SECONDS) == 0
+        screen.wait_for(">")
+        assert screen.leave() == 0

@@ -33,7 +33,9 @@ TEMPLATE = (
     "{{ bos_token }}{% if tools %}<start>system\n# Tools\n<tools>{% for tool in tools %}"
     "{{ tool | tojson }}\n{% endfor %}</tools>\n<tool_call>\n"
     '{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><end>\n{% endif %}'
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{% for m in messages %}{% if m.role == 'tool' and loop.first %}"
+    "{{ raise_exception('a result follows its call') }}{% endif %}"
+    "{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('a system message comes first') }}{% endif %}<start>{{ m['role'] }}\n"
     "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
     "{{ m['content'] }}{% for call in m.tool_calls or [] %}<tool_call>\n"

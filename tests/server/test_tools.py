@@ -197,7 +197,7 @@ def test_a_template_without_thinking_says_so(server: Scripted) -> None:
         client.create(**body, reasoning_effort="high")  # type: ignore[call-overload]
     with pytest.raises(anthropic.BadRequestError, match="reasoning_effort"):
         server.anthropic().messages.create(
-            model=NAME, messages=MESSAGES, max_tokens=9, output_config={"effort": "high"}
+            model=NAME, messages=MESSAGES, max_tokens=9, output_config={"effort": "max"}
         )
 
 

@@ -273,8 +273,8 @@ def test_a_prompt_that_is_too_long_is_refused_with_the_numbers(server: Scripted)
 
 def test_what_a_template_refuses_is_said(server: Scripted) -> None:
     """SV-10."""
-    error = refused(server, messages=[*USER, {"role": "system", "content": "late"}])
-    assert "a system message comes first" in error["message"]
+    error = refused(server, messages=[{"role": "tool", "tool_call_id": "c", "content": "rain"}])
+    assert "a result follows its call" in error["message"]
 
 
 def test_another_model_is_not_found(server: Scripted) -> None:

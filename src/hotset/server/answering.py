@@ -24,7 +24,7 @@ from hotset.server.forced import make_matcher
 from hotset.server.prompts import Prompts
 from hotset.server.served import Served
 from hotset.server.speech import AnswerText, Plain, make_speech
-from hotset.server.sse import EventStream, event
+from hotset.server.sse import COMMENT, EventStream, event
 from hotset.server.status import unknown_model
 from hotset.server.tokens import Spelling
 from hotset.server.wire import Json
@@ -36,6 +36,7 @@ T = TypeVar("T")
 # A stream's status is not sent before its first token, so that what fails until then has a status
 # of its own; but a client is not left without a word for longer than this.
 _FIRST_WORD_SECONDS = 10.0
+_PING = event({"type": "ping"}, name="ping")
 # Nginx's word for a client that went away; nobody reads it.
 _GONE = 499
 
@@ -109,7 +110,12 @@ class Answering:
         finally:
             if not stream:
                 answers.close()
-        return EventStream(_with_last_words(events(answers), path), on_end=answers.close)
+        return EventStream(
+            _with_last_words(events(answers), path),
+            on_end=answers.close,
+            # Its clients count the time since the last event, and a comment is none.
+            keep_alive=_PING if path.startswith(ANTHROPIC_PATHS) else COMMENT,
+        )
 
     async def _begin(self, asks: Sequence[Ask], path: str) -> Answers:
         if self._loop.draining:

@@ -53,6 +53,7 @@ class Ask:
         schema: JSON schema of the answer; `None` leaves it free. `{"type": "object"}` is any
             object.
         template: further variables of the chat template.
+        usual: variables that ask for what is usual, left out where the template does not read them.
         thinking: whether the model should reason before it answers; `None` leaves it to the
             template.
         most_thought: most tokens of reasoning; `None` for as many as there is room for.
@@ -70,6 +71,7 @@ class Ask:
     tool_choice: str = "auto"
     schema: Mapping[str, Any] | None = None
     template: Mapping[str, Any] = field(default_factory=dict)
+    usual: Mapping[str, Any] = field(default_factory=dict)
     thinking: bool | None = None
     most_thought: int | None = None
     parallel_calls: bool = True

@@ -34,8 +34,11 @@ class Function(wire.Part):
 
 
 class ChatTool(wire.Part):
+    """A tool. `cache_control` changes nothing of an answer: prefixes are kept anyway."""
+
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None
 
 
 class ChosenName(wire.Part):
@@ -126,9 +129,7 @@ def to_ask(body: ChatBody) -> Ask:
     sampling = body.sampling()
     if body.logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
-    template = dict(body.chat_template_kwargs)
-    if body.reasoning_effort not in (None, "none"):
-        template["reasoning_effort"] = body.reasoning_effort
+    effort = wire.effort(body.reasoning_effort, usual="medium")
     chosen = body.tool_choice
     return Ask(
         messages=to_template(body.messages),
@@ -139,7 +140,8 @@ def to_ask(body: ChatBody) -> Ask:
         tools=tuple(_tool(tool.function) for tool in body.tools),
         tool_choice=chosen if isinstance(chosen, str) else chosen.function.name,
         schema=None if body.response_format is None else body.response_format.schema_of(),
-        template=template,
+        template={**body.chat_template_kwargs, **effort.get("template", {})},
+        usual=effort.get("usual", {}),
         thinking=False if body.reasoning_effort == "none" else None,
         parallel_calls=body.parallel_tool_calls,
         ignore_eos=body.ignore_eos,

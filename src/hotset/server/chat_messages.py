@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from hotset.server import wire
 from hotset.server.ask import Message
 
 
 class TextPart(wire.Part):
-    """A piece of a message's text."""
+    """A piece of a message's text. `cache_control` changes nothing of an answer: prefixes are kept
+    anyway."""
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 class CalledFunction(wire.Part):
@@ -24,11 +26,12 @@ class CalledFunction(wire.Part):
 
 
 class MadeCall(wire.Part):
-    """A call that the model made earlier."""
+    """A call that the model made earlier. `index` is left in it by who put a stream together."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = None
 
 
 class ChatMessage(wire.Part):
@@ -41,16 +44,19 @@ class ChatMessage(wire.Part):
         tool_calls: of an assistant.
         tool_call_id: which call a tool answers.
         reasoning_content, reasoning: of an assistant, for models that want to see it again.
+        annotations, provider_specific_fields: what clients keep beside an answer; no text.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | wire.Entries[TextPart] | None = None
     name: str | None = None
-    tool_calls: Annotated[wire.Entries[MadeCall], Field(min_length=1)] | None = None
+    tool_calls: wire.Entries[MadeCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
+    annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -60,14 +66,16 @@ class ChatMessage(wire.Part):
     @model_validator(mode="after")
     def _fits_its_role(self) -> Self:
         if self.role == "assistant":
-            if self.content is None and self.tool_calls is None and self.refusal is None:
+            said = (self.content, self.refusal, self.reasoning_content, self.reasoning)
+            if not self.tool_calls and all(text is None for text in said):
                 raise ValueError("a message of `assistant` needs `content` or `tool_calls`")
             return self
         if self.content is None:
             raise ValueError(f"a message of `{self.role}` needs `content`")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of `tool` needs `tool_call_id`")
-        for name in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+        of_assistant = ("tool_calls", "reasoning_content", "reasoning", "refusal", "annotations")
+        for name in of_assistant:
             if getattr(self, name) is not None:
                 raise ValueError(f"`{name}` is for `assistant`, not for `{self.role}`")
         return self
@@ -98,7 +106,7 @@ def _message(message: ChatMessage, number: int) -> Message:
     reasoning = message.reasoning_content or message.reasoning
     if reasoning is not None:
         made["reasoning_content"] = reasoning
-    if message.tool_calls is not None:
+    if message.tool_calls:
         made["tool_calls"] = [
             template_call(
                 call.id,

@@ -37,10 +37,13 @@ class ThinkingBlock(wire.Part):
 
 
 class ToolUseBlock(Cached):
+    """A call that the model made earlier; `caller` says that it was the model itself."""
+
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    caller: dict[str, Any] | None = None
 
 
 class ToolResultBlock(Cached):
@@ -59,9 +62,9 @@ _KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
 class MessageParam(wire.Part):
-    """One turn."""
+    """One turn. Claude Code instructs in the middle of a conversation, as `system`."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Annotated[wire.Entries[Block], Field(min_length=1)]
 
     @field_validator("content", mode="before")
@@ -90,9 +93,18 @@ def to_template(
         if isinstance(message.content, str):
             made.append({"role": message.role, "content": message.content})
         else:
-            turn = _of_assistant if message.role == "assistant" else _of_user
-            made += turn(message.content, f"messages[{number}].content")
+            turn = {"user": _of_user, "assistant": _of_assistant, "system": _of_system}
+            made += turn[message.role](message.content, f"messages[{number}].content")
     return made
+
+
+def _of_system(blocks: Sequence[Block], where: str) -> list[Message]:
+    for number, block in enumerate(blocks):
+        if not isinstance(block, TextBlock):
+            raise _misplaced(block, f"{where}[{number}]", "system")
+    return [
+        {"role": "system", "content": wire.joined([b for b in blocks if isinstance(b, TextBlock)])}
+    ]
 
 
 def _of_user(blocks: Sequence[Block], where: str) -> list[Message]:

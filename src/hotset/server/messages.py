@@ -25,7 +25,8 @@ from hotset.server.sse import event
 
 class MessageTool(wire.Part):
     """A tool of the client. `cache_control` changes nothing of an answer: prefixes are kept
-    anyway."""
+    anyway; nor do `defer_loading`, for every tool is in the prompt, and `eager_input_streaming`,
+    for arguments always come as soon as they can."""
 
     name: wire.ToolName
     description: str = ""
@@ -33,6 +34,8 @@ class MessageTool(wire.Part):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
 
 
 class ToolChoice(wire.Part):
@@ -132,12 +135,7 @@ def to_ask(body: PromptBody) -> Ask:
     Raises:
         RequestError: what contradicts itself.
     """
-    template, schema = {}, None
-    if body.output_config is not None:
-        if body.output_config.effort is not None:
-            template["reasoning_effort"] = body.output_config.effort
-        if body.output_config.format is not None:
-            schema = body.output_config.format.schema_
+    config = body.output_config or OutputConfig()
     choice = body.tool_choice or ToolChoice(type="auto")
     thinking = body.thinking or Thinking(type="adaptive")
     most = body.max_tokens if isinstance(body, MessageBody) else None
@@ -149,8 +147,8 @@ def to_ask(body: PromptBody) -> Ask:
         ),
         tool_choice=choice.chosen(),
         parallel_calls=not choice.disable_parallel_tool_use,
-        schema=schema,
-        template=template,
+        schema=None if config.format is None else config.format.schema_,
+        **wire.effort(config.effort, usual="high"),
         thinking={"enabled": True, "disabled": False}.get(thinking.type),
         most_thought=thinking.budget(most),
         **(_length_and_sampling(body) if isinstance(body, MessageBody) else {}),

@@ -17,6 +17,7 @@ from hotset.core.errors import ContextLengthError, RequestError
 from hotset.runtime.text import Text
 from hotset.server.ask import Ask
 from hotset.server.parsers.registry import reasons
+from hotset.server.system_turns import PROBE, placed, shows_all
 
 # Set by the library or from other fields of a request.
 _RESERVED = frozenset(
@@ -62,7 +63,8 @@ class Prompts:
         variables = self._variables(ask)
         if ask.tools and ask.tool_choice != "none":
             variables["tools"] = [tool.to_template() for tool in ask.tools]
-        return self._text.encode_chat(ask.messages, **variables)
+        messages = placed(ask.messages, anywhere=lambda: self._takes_system_anywhere)
+        return self._text.encode_chat(messages, **variables)
 
     def _check_size(self, texts: Sequence[str], max_tokens: int | None) -> None:
         """Refuses what is far too long for the context, after as much work as one that is not.
@@ -91,12 +93,22 @@ class Prompts:
                     )
 
     @cached_property
+    def _takes_system_anywhere(self) -> bool:
+        """Whether the template prints system messages that do not come first."""
+        try:
+            ids = self._text.encode_chat(PROBE)
+        except RequestError:
+            return False
+        return shows_all(self._text.decode(ids))
+
+    @cached_property
     def read(self) -> frozenset[str]:
         """Variables that the template reads."""
         return template_variables(self._text.chat_template)
 
     def _variables(self, ask: Ask) -> dict[str, Any]:
-        given = dict(ask.template)
+        usual = {name: value for name, value in ask.usual.items() if name in self.read}
+        given = {**ask.template, **usual}
         for name in given:
             if name in _RESERVED or name not in self.read:
                 known = ", ".join(f"`{v}`" for v in sorted(self.read & set(_KNOWN))) or "none"

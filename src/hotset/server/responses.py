@@ -59,15 +59,16 @@ class TextConfig(wire.Part):
 
 
 class ResponseBody(wire.Body):
-    """A text, or the items of a conversation. `user`, `metadata`, `safety_identifier` and
-    `prompt_cache_key` change nothing of an answer."""
+    """A text, or the items of a conversation. `user`, `metadata`, `client_metadata`,
+    `safety_identifier` and `prompt_cache_key` change nothing of an answer."""
 
     NEUTRAL: ClassVar = {
         "store": (False,),
         "background": (False,),
         "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
-        "include": ([],),
+        # Reasoning is in its item as it is, to be sent back with it.
+        "include": ([], ["reasoning.encrypted_content"]),
     }
 
     input: str | Annotated[wire.Entries[InputItem], Field(min_length=1)]
@@ -85,6 +86,7 @@ class ResponseBody(wire.Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     metadata: dict[str, str] | None = None
+    client_metadata: dict[str, Any] | None = None
 
 
 def to_ask(body: ResponseBody) -> Ask:
@@ -114,7 +116,7 @@ def to_ask(body: ResponseBody) -> Ask:
         tool_choice=chosen if isinstance(chosen, str) else chosen.name,
         parallel_calls=body.parallel_tool_calls,
         schema=_schema(body.text.format),
-        template={} if effort in (None, "none") else {"reasoning_effort": effort},
+        **wire.effort(effort, usual="medium"),
         thinking=False if effort == "none" else None,
     )
 

@@ -12,9 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from hotset.server.wire import dump
 
-# Proxies close connections that say nothing for a minute; clients skip comments.
+# Proxies close connections that say nothing for a minute.
 KEEP_ALIVE_SECONDS = 15.0
-_KEEP_ALIVE = ": still working\n\n"
+COMMENT = ": still working\n\n"
+"""What every client skips; some of them wait no longer for it."""
 
 DONE = "data: [DONE]\n\n"
 
@@ -31,14 +32,21 @@ class EventStream(StreamingResponse):
     Args:
         source: the events.
         on_end: called when the response is over, even if nothing of it was ever sent.
+        keep_alive: what is sent where no event comes for a while.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, source: AsyncIterator[str], *, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: AsyncIterator[str],
+        *,
+        on_end: Callable[[], None],
+        keep_alive: str = COMMENT,
+    ) -> None:
         # Nginx would collect events before it passes them on.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_kept_alive(source), headers=headers)
+        super().__init__(_kept_alive(source, keep_alive), headers=headers)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,8 +56,8 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _kept_alive(source: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The same events, with a comment where none comes for a while."""
+async def _kept_alive(source: AsyncIterator[str], keep_alive: str) -> AsyncIterator[str]:
+    """The same events, and others where none comes for a while."""
     async with aclosing(source) as events:  # type: ignore[type-var]
         next_event: asyncio.Task[Any] | None = None
         try:
@@ -57,7 +65,7 @@ async def _kept_alive(source: AsyncIterator[str]) -> AsyncIterator[str]:
                 next_event = next_event or asyncio.ensure_future(anext(events))
                 done, _ = await asyncio.wait({next_event}, timeout=KEEP_ALIVE_SECONDS)
                 if not done:
-                    yield _KEEP_ALIVE
+                    yield keep_alive
                     continue
                 try:
                     text = next_event.result()

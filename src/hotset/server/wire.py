@@ -51,13 +51,21 @@ class Json(JSONResponse):
 
 
 class Part(BaseModel):
-    """A JSON object within a body: nothing unknown, no type taken for another."""
+    """A JSON object within a body: nothing unknown, no type taken for another. `null` means the
+    same as leaving the field out: clients send back what they were given, with every field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_nothing(cls, values: object) -> object:
+        if not isinstance(values, dict) or None not in values.values():
+            return values
+        return {name: value for name, value in values.items() if value is not None}
+
 
 class Body(Part):
-    """A whole body. `null` at its top level means the same as leaving the field out.
+    """A whole body.
 
     Attributes:
         NEUTRAL: fields that are not supported, with the values that ask for nothing.
@@ -80,7 +88,7 @@ class Body(Part):
         return {
             name: value
             for name, value in values.items()
-            if value is not None and not _same(value, cls.NEUTRAL.get(name, ()))
+            if not _same(value, cls.NEUTRAL.get(name, ()))
         }
 
 
@@ -148,6 +156,19 @@ def _token(key: str) -> int:
             f"`logit_bias` has the key {key!r}, it must be a token id", option="logit_bias"
         )
     return int(key)
+
+
+def effort(value: str | None, *, usual: str) -> dict[str, Any]:
+    """How much to reason, as fields of `Ask`.
+
+    Args:
+        value: as it was given; `none` switches reasoning off, which is not said here.
+        usual: what the API does without a word: a template that knows no levels has that one.
+    """
+    if value in (None, "none"):
+        return {}
+    field = "usual" if value == usual else "template"
+    return {field: {"reasoning_effort": str(value)}}
 
 
 class StreamOptions(Part):

@@ -19,6 +19,7 @@ from hotset.core.errors import HotsetError, QueueFullError
 from hotset.runtime.requests import Request
 from hotset.server.answers import Answers, Choice
 from hotset.server.ask import Ask, Usage, Whole
+from hotset.server.bodies import Bodies
 from hotset.server.errors import ANTHROPIC_PATHS, HttpError, Problem, problem_of
 from hotset.server.forced import make_matcher
 from hotset.server.prompts import Prompts
@@ -51,6 +52,7 @@ class Answering:
         name: the model's.
         context_tokens: longest prompt and answer together.
         spelling: of its tokens.
+        bodies: reads those of requests.
     """
 
     def __init__(self, served: Served) -> None:
@@ -58,6 +60,7 @@ class Answering:
         self._prompts = Prompts(served.text, context_tokens=served.context_tokens)
         self.name, self.context_tokens = served.names[0], served.context_tokens
         self.spelling: Spelling = served.text.token_bytes
+        self.bodies = Bodies()
 
     def check_model(self, name: str | None) -> None:
         """Refuses any other model than this one; `None` passes.

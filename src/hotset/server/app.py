@@ -48,10 +48,13 @@ def create_app(
         on_death: called when an error has ended the engine and every open request was told.
     """
 
+    answering = Answering(served)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         served.loop.start(on_death=on_death)
         yield
+        answering.bodies.close()
 
     app = FastAPI(
         title="hotset",
@@ -64,7 +67,6 @@ def create_app(
         # Spans and records would hold what people wrote.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    answering = Answering(served)
     for part in (chat, completions, responses, messages, tokenize, refused):
         app.include_router(part.routes(answering))
     for router in _figures(served, config):

@@ -275,7 +275,7 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 def routes(answering: Answering) -> APIRouter:
     """The endpoint."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=answering.bodies.route_class)
 
     @router.post("/v1/chat/completions", summary="Answer a conversation")
     async def chat_completions(body: ChatBody, http: Request) -> Response:

@@ -141,7 +141,7 @@ class CompletionAnswer:
 
 def routes(answering: Answering) -> APIRouter:
     """The endpoint."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=answering.bodies.route_class)
 
     @router.post("/v1/completions", summary="Go on with a text")
     async def completions(body: CompletionBody, http: Request) -> Response:

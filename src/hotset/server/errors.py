@@ -135,6 +135,8 @@ def problem_of_status(status: int, detail: str, cause: BaseException | None = No
     Args:
         cause: what it met, where it says so.
     """
+    if isinstance(cause, HttpError):
+        return cause.problem
     if isinstance(cause, UnicodeDecodeError):
         return Problem(400, "the body is no JSON: it is not UTF-8", code="invalid_json")
     if isinstance(cause, RecursionError):

@@ -274,7 +274,7 @@ def _usage(usage: Usage) -> dict[str, Any]:
 
 def routes(answering: Answering) -> APIRouter:
     """The endpoints."""
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=answering.bodies.route_class)
 
     @router.post("/v1/messages", summary="Answer a conversation")
     async def messages(body: MessageBody, http: Request) -> Response:

@@ -212,7 +212,7 @@ class ResponseAnswer:
 
 def routes(answering: Answering) -> APIRouter:
     """The endpoint."""
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=answering.bodies.route_class)
 
     @router.post("/v1/responses", summary="Answer a conversation, as items")
     async def responses(body: ResponseBody, http: Request) -> Response:

@@ -37,7 +37,7 @@ def to_ask(body: TokenizeBody) -> Ask:
 
 def routes(answering: Answering) -> APIRouter:
     """The endpoint."""
-    router = APIRouter(tags=["Server"])
+    router = APIRouter(tags=["Server"], route_class=answering.bodies.route_class)
 
     @router.post("/tokenize", summary="Count and list the tokens of a prompt")
     async def tokenize(body: TokenizeBody) -> Response:

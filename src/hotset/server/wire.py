@@ -21,9 +21,11 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 # What parses lists and objects within each other, here and in templates, does so by recursion.
 MAX_NESTING = 100
-# Of one object. Every wrong one is an error of its own: a body of them would take half a minute,
-# and nothing else is answered meanwhile.
+# Of one object. Every wrong one is an error of its own: a body of them would take half a minute.
 MAX_NAMES = 10_000
+# Lists and objects of a body: 8 MiB of small messages would take three seconds to check. A thousand
+# turns of an agent with a hundred tools are about 10,000.
+MAX_PARTS = 20_000
 
 T = TypeVar("T")
 # A list that is wrong by its first wrong entry, for the same reason.
@@ -98,8 +100,13 @@ def _check_shape(value: object) -> None:
     Raises:
         ValueError: which limit was passed.
     """
-    level = [value]
+    level, num_parts = [value], 0
     for _ in range(MAX_NESTING):
+        num_parts += len(level)
+        if num_parts > MAX_PARTS:
+            raise ValueError(
+                f"there are more than {MAX_PARTS} lists and objects, which is the most"
+            )
         objects = [part for part in level if isinstance(part, dict)]
         if any(len(part) > MAX_NAMES for part in objects):
             raise ValueError(f"an object has more than {MAX_NAMES} names, which is the most")

@@ -233,6 +233,32 @@ def test_slots_filled_for_one_step_serve_the_next() -> None:
         assert torch.equal(run(x_TH, ids_TK, weights_TK), want)
 
 
+@pytest.mark.parametrize("where", ["table.adopt", "table.send", "placement.apply"])
+def test_a_step_that_breaks_off_between_two_notes_is_mended(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an interruption, which comes anywhere: table and placement may then disagree on owners."""
+    store = make_store(layers(6, 4), 3, staging_records=2)
+    store.place(resident(store, {0: [1, 2], 1: [0]}))
+    staged = store.ring.stage(0, [4], record_bytes=RECORD)
+    store.tee(staged, 4, 1)
+    part, name = where.split(".")
+    carry_out = getattr(getattr(store, part), name)
+
+    def interrupted(*args: object) -> None:
+        carry_out(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(getattr(store, part), name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.hand_over(0, [(4, 1)])
+    monkeypatch.undo()
+    assert store.is_torn
+    store.restore()
+    store.placement.check()
+    assert store.audit() == [] and not store.is_torn
+
+
 def test_the_control_a_poisoned_slot_that_is_read_shows() -> None:
     store = make_store(layers(16), 4)
     run = runner(store)

@@ -184,14 +184,15 @@ class ExpertStore(Closing):
     def restore(self) -> None:
         """Makes slots and table what the placement says, after a step that broke off halfway.
 
-        Such a step may have written parts of slots that the table calls something else. Copies
+        Such a step may have written parts of slots that the table calls something else, and the
+        host may have been stopped between its notes: of owners the placement's alone count. Copies
         every owned slot again, ordered on the current stream.
         """
         pinned = self.placement.pinned
         owned = _owned(self.placement)
         again = {key: slot for key, slot in owned.items() if not pinned[key]}
         self.ring.fill(self._fills(again), self.slots)
-        self.table.restore()
+        self.table.restore({key: self.slots.address(slot) for key, slot in owned.items()})
         self.steps_in_flight, self.is_torn = 0, False
 
     def audit(self) -> list[str]:

@@ -7,7 +7,7 @@ The table also keeps on the host what the device's copy holds, so that nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -64,11 +64,16 @@ class AddressTable:
         """Copies the host's idea of a layer's row to the device, ordered on the current stream."""
         self.address[layer].copy_(sent(self._mirror[layer].numpy(), self.address.device))
 
-    def restore(self) -> None:
-        """Copies the host's idea of the table over the device's, whatever that is."""
-        self.address.copy_(self._mirror)
+    def restore(self, addresses: Mapping[tuple[int, int], int]) -> None:
+        """Makes the table anew, whatever host and device took it for.
 
-    def retarget(self, addresses: dict[tuple[int, int], int | None]) -> None:
+        Args:
+            addresses: (layer, column) -> address of each that has a slot; all others are at home.
+        """
+        self._mirror.copy_(self._host)
+        self.retarget(addresses)
+
+    def retarget(self, addresses: Mapping[tuple[int, int], int | None]) -> None:
         """Points columns elsewhere: (layer, column) -> address, `None` for the host copy (if any).
 
         One copy of the whole table (a few hundred KiB at most), ordered on the current stream
@@ -76,4 +81,4 @@ class AddressTable:
         """
         for (layer, expert), address in addresses.items():
             self._mirror[layer, expert] = self._host[layer, expert] if address is None else address
-        self.restore()
+        self.address.copy_(self._mirror)

@@ -71,6 +71,26 @@ def test_neighbours_within_a_group_go_in_one_copy(monkeypatch: pytest.MonkeyPatc
     assert copies == [(0, 2, 3), (0, 7, 3)]
 
 
+def test_a_buffer_whose_copies_are_interrupted_stays_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(layers(12), staging_records=12)
+    ring, size = store.ring, store.layers[0].expert.record_bytes
+    take = store.arena.record
+
+    def record(layer: int, index: int, num_records: int = 1) -> torch.Tensor:
+        if index == 7:
+            raise KeyboardInterrupt
+        return take(layer, index, num_records)
+
+    monkeypatch.setattr(store.arena, "record", record)
+    for _ in range(3):  # more often than there are buffers
+        with pytest.raises(KeyboardInterrupt):
+            ring.stage(0, [2, 3, 7], record_bytes=size)
+    monkeypatch.undo()
+    assert ring.num_idle == 2
+    staged = ring.stage(0, [7], record_bytes=size)
+    assert torch.equal(read_record(staged.address, size, store.device), record_bytes(store, 0, 7))
+
+
 def test_a_staged_record_is_copied_to_a_slot() -> None:
     store = make_store(layers(6), 3, staging_records=6)
     staged = store.ring.stage(0, [1, 4], record_bytes=store.layers[0].expert.record_bytes)

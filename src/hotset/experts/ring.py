@@ -141,7 +141,7 @@ class Ring:
             record_bytes: record size of the layer.
         """
         assert 0 < len(experts) <= self.room(record_bytes), (len(experts), self._buffer_bytes)
-        index = self._idle.popleft()
+        index = self._idle[0]
         buffer, free, ready = self._buffers[index], self._free[index], self._ready[index]
         if self._stream is None:
             context: AbstractContextManager[object] = nullcontext()
@@ -161,6 +161,9 @@ class Ring:
                 self.timer.end(self._stream, len(experts) * record_bytes)
             if ready is not None:
                 ready.record(self._stream)
+        # Last: if this was interrupted the buffer is still idle. Copies that are on their way to it
+        # then come before the next ones, which are queued on the same stream.
+        self._idle.popleft()
         return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())
 
     def wait(self, staged: Staged) -> None:

@@ -70,6 +70,11 @@ FAMILIES = {
     "granite 3": ("<|tool_call|>", f"<|tool_call|>[{CALL}]"),
     "hunyuan": ("<tool_calls>", f"<tool_calls>[{CALL}]</tool_calls>"),
     "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{CALL}]"),
+    "mistral v11": ("[TOOL_CALLS] [ARGS]", f"[TOOL_CALLS]weather[ARGS]{ARGUMENTS}"),
+    "lfm2": (
+        "<think> <|tool_call_start|>",
+        '<|tool_call_start|>[weather(city="Oslo", days=3)]<|tool_call_end|>',
+    ),
     "ernie": ("<think> <tool_call> <response>", f"<tool_call>\n{CALL}\n</tool_call>"),
     "gemma 4": (
         "<|tool_call>",
@@ -141,7 +146,16 @@ def test_two_calls_have_two_ids() -> None:
     assert len({piece.call_id for piece in pieces}) == 2
 
 
-GROWING = ["hermes", "deepseek v3", "deepseek v3.1", "kimi", "granite 3", "hunyuan", "mistral"]
+GROWING = [
+    "hermes",
+    "deepseek v3",
+    "deepseek v3.1",
+    "kimi",
+    "granite 3",
+    "hunyuan",
+    "mistral",
+    "mistral v11",
+]
 
 
 @pytest.mark.parametrize("family", [*GROWING, "llama 4", "harmony"])

@@ -1,10 +1,12 @@
-"""Llama 4's calls, which no mark sets apart: an answer is calls from its first character, or none.
+"""Calls in a list of Python's, and Llama 4's, which no mark sets apart.
 
     {"name": "weather", "parameters": {"city": "Oslo"}}
     [weather(city="Oslo"), news()]
 
-The first is what its template asks for, the second what Meta's own prompts do; both may stand
-between `<|python_start|>` and `<|python_end|>`.
+Llama 4 answers with calls from the first character, or with none. The first form is what its
+template asks for, the second what Meta's own prompts do
+(https://www.llama.com/docs/model-cards-and-prompt-formats/llama4_omni); both may stand between
+`<|python_start|>` and `<|python_end|>`. LFM2 writes the second between marks of its own.
 """
 
 from __future__ import annotations
@@ -18,22 +20,28 @@ from hotset.server.parsers.base import NO_CALLS, Call, Piece, Tools, make_call, 
 from hotset.server.parsers.forms import KEY, NAME, AnswerForm, CallForm, ParameterForm
 from hotset.server.parsers.growing import GrowingCalls
 from hotset.server.parsers.json_calls import JSON_HEAD, read_json_calls
+from hotset.server.parsers.marked import Syntax
+from hotset.server.parsers.python_values import parse, value_of
 
 _OPEN, _CLOSE = "<|python_start|>", "<|python_end|>"
-_JSON_START = '{"name"'
+# Llama 3 wrote the second, and so do models that learned from it.
+_JSON_STARTS = ('{"name"', '{"type":"function"')
 _LIST_START = re.compile(r"\[\s*[A-Za-z_][\w.-]*\(")
 _LIST_SO_FAR = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*)?")
-_WORDS = {"true": True, "false": False, "null": None}
 
 JSON_FORM = AnswerForm(CallForm((f'{{"name": "{NAME}", "parameters": ', "}"), between="; "))
-PYTHON_FORM = AnswerForm(
-    CallForm(
+
+
+def _python_form(begin: str, end: str) -> CallForm:
+    return CallForm(
         (f"{NAME}(", ")"),
-        around=("[", "]"),
+        around=(begin, end),
         between=", ",
         parameters=ParameterForm(json=(f"{KEY}=", ""), between=", "),
     )
-)
+
+
+PYTHON_FORM = AnswerForm(_python_form("[", "]"))
 
 
 class _Is(Enum):
@@ -90,14 +98,16 @@ class BareCallParser:
         body = _inner(self._text).removesuffix(_CLOSE).strip()
         try:
             if self._is is _Is.LIST:
-                return read_python_calls(body)
+                return read_python_calls(body, self._tools)
             return read_json_calls(body, self._tools) if self._is is _Is.JSON else ()
         except NO_CALLS:
             return ()
 
 
 def _inner(text: str) -> str:
-    return text.lstrip().removeprefix(_OPEN)
+    """Without what stands before calls: a mark, or a pair of them with nothing between."""
+    inner = text.lstrip().removeprefix(_OPEN).lstrip()
+    return inner.removeprefix(_CLOSE)
 
 
 def _kind(text: str) -> _Is:
@@ -105,45 +115,35 @@ def _kind(text: str) -> _Is:
     text = text.lstrip()
     if _OPEN.startswith(text):
         return _Is.OPEN
-    text = text.removeprefix(_OPEN).lstrip()
-    bare = re.sub(r"\s", "", text[: 4 * len(_JSON_START)])
-    if bare.startswith(_JSON_START):
+    if text.startswith(_OPEN) and _CLOSE.startswith(text.removeprefix(_OPEN).lstrip()):
+        return _Is.OPEN
+    text = _inner(text).lstrip()
+    bare = re.sub(r"\s", "", text[: 4 * len(_JSON_STARTS[1])])
+    if bare.startswith(_JSON_STARTS):
         return _Is.JSON
     if _LIST_START.match(text):
         return _Is.LIST
-    may_become = _JSON_START.startswith(bare) or _LIST_SO_FAR.fullmatch(text)
-    return _Is.OPEN if may_become else _Is.CONTENT
+    may_become = any(start.startswith(bare) for start in _JSON_STARTS)
+    return _Is.OPEN if may_become or _LIST_SO_FAR.fullmatch(text) else _Is.CONTENT
 
 
-def read_python_calls(body: str) -> list[Call]:
-    """Calls in a list of Python's.
-
-    Raises:
-        ValueError, SyntaxError: it is none, or has anything but keywords and plain values.
-    """
-    tree = ast.parse(body, mode="eval").body
+def read_python_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`. Keywords and plain values only."""
+    tree = parse(body)
     if not isinstance(tree, ast.List):
         raise ValueError("not a list")
     calls = []
     for node in tree.elts:
         if not isinstance(node, ast.Call) or node.args:
             raise ValueError("not a call")
-        arguments = {entry.arg: _value(entry.value) for entry in node.keywords}
+        arguments = {entry.arg: value_of(entry.value) for entry in node.keywords}
         calls.append(make_call(ast.unparse(node.func), arguments))
     return calls
 
 
-def _value(node: ast.expr) -> object:
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    if isinstance(node, ast.List):
-        return [_value(entry) for entry in node.elts]
-    if isinstance(node, ast.Dict):
-        keys = [None if key is None else ast.literal_eval(key) for key in node.keys]
-        if not all(isinstance(key, str) for key in keys):
-            raise ValueError("keys are texts")
-        return dict(zip(keys, map(_value, node.values), strict=True))
-    value: object = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | None):
-        raise ValueError("not a value of JSON")
-    return value
+LFM2 = Syntax(
+    read_python_calls,
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    _python_form("<|tool_call_start|>[", "]<|tool_call_end|>"),
+)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hotset.server.parsers.python_values import parse, value_of
+
 # Tool name -> JSON schema of its parameters.
 Tools = Mapping[str, Mapping[str, Any]]
 
@@ -116,7 +118,9 @@ def may_be_text(schema: Mapping[str, Any]) -> bool:
 def typed(value: str, schema: Mapping[str, Any] | None) -> object:
     """A value that was written without quotes, as its parameter's schema wants it.
 
-    Text where the schema wants text or says nothing; otherwise JSON, or text where it is none.
+    Text where the schema wants text or says nothing; otherwise JSON, or a literal of Python's (the
+    templates of Qwen3-Coder and Step print `True` in earlier calls, and models follow), or text
+    where it is neither.
     """
     schema = schema or {}
     if may_be_text(schema):
@@ -124,6 +128,10 @@ def typed(value: str, schema: Mapping[str, Any] | None) -> object:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
+        pass
+    try:
+        return value_of(parse(value))
+    except NO_CALLS:
         return value
 
 

@@ -18,8 +18,9 @@ from hotset.server.parsers.marked import Syntax
 _QUOTE = '<|"|>'
 _CALL = re.compile(r"\s*call:\s*([^{\s]+)\s*(\{.*\})\s*", re.DOTALL)
 _KEY = re.compile(r"\s*([^\s:,{}\[\]]+)\s*:")
-# Numbers and words, up to what may follow one.
-_BARE = re.compile(r"[^,\]}\s]+")
+# Numbers, words, and texts whose marks the model left out, up to what may follow one.
+_BARE = re.compile(r"[^,\]}]+")
+_WORDS = {"None": None, "True": True, "False": False}
 
 
 def read_gemma_calls(body: str, tools: Tools) -> list[Call]:
@@ -49,8 +50,18 @@ def _read(text: str, at: int) -> tuple[object, int]:
     match = _BARE.match(text, at)
     if match is None:
         raise ValueError("a value is missing")
-    word = {"None": "null", "True": "true", "False": "false"}.get(match[0], match[0])
-    return json.loads(word), match.end()
+    return _bare(match[0].strip()), match.end()
+
+
+def _bare(word: str) -> object:
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return json.loads(word)
+    except ValueError:
+        if any(mark in word for mark in '{[":<'):
+            raise  # half of something else
+        return word
 
 
 def _read_text(text: str, at: int) -> tuple[str, int]:

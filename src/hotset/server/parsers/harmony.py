@@ -27,7 +27,8 @@ _MARKS = (
     "<|return|>",
 )
 _MARK = re.compile("|".join(re.escape(mark) for mark in _MARKS))
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+# The model leaves the namespace out at times.
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 # The name, which the header has, on a line before the arguments.
 _HEAD = re.compile(rf"(?P<name>[^\n]+)\n\s*{OBJECT}")
 

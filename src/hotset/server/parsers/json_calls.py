@@ -14,7 +14,7 @@ from hotset.server.parsers.growing import OBJECT
 from hotset.server.parsers.marked import Syntax
 
 JSON_HEAD = re.compile(
-    r'\s*(?:\}\s*)?[\[,;]?\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,'
+    r'\s*(?:\}\s*)?[\[,;]?\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(?P<name>[^"\\]+)"\s*,'
     rf'\s*"(?:arguments|parameters)"\s*:\s*{OBJECT}'
 )
 

@@ -39,6 +39,8 @@ class Syntax:
         think_open, think_close: around reasoning; empty where there is none.
         dropped: marks around all calls, which mean nothing here.
         wrappers: marks around the content.
+        inner: begins and ends a call where the model leaves `call_open` or `call_close` out; what
+            is read has them.
     """
 
     read_calls: ReadCalls
@@ -50,6 +52,7 @@ class Syntax:
     think_close: str = "</think>"
     dropped: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
+    inner: tuple[str, str] | None = None
 
     def answer_form(self, *, in_thought: bool) -> AnswerForm:
         """How an answer is written, its reasoning opened by the prompt or not."""
@@ -80,7 +83,9 @@ class MarkedParser:
         self._growing: GrowingCalls | None = None
         self._in = _In.REASONING if in_reasoning else _In.CONTENT
         self._text = ""  # not looked at yet
-        self._body = ""  # of the call that is open
+        self._open = ""  # of the call that is open: the mark; no part of the body
+        self._close = ""  # what ends it
+        self._body = ""
         self._space = ""  # white space that only counts if text follows
         self._is_fresh = True  # nothing of this stretch was put out
 
@@ -120,11 +125,12 @@ class MarkedParser:
         """What may come next."""
         syntax = self._syntax
         if self._in is _In.CALL:
-            return (syntax.call_close,) if syntax.call_close else ()
+            return (self._close,) if self._close else ()
         if self._verbatim and self._in is _In.CONTENT and not self._is_fresh:
             return ()
         # Models open a call without closing their reasoning.
-        calls = (syntax.call_open, *syntax.dropped) if self._tools else ()
+        opened = (syntax.call_open, *([syntax.inner[0], syntax.call_close] if syntax.inner else []))
+        calls = (*opened, *syntax.dropped) if self._tools else ()
         thinking = (syntax.think_open, syntax.think_close) if syntax.think_open else ()
         return (*calls, *thinking, *syntax.wrappers)
 
@@ -160,9 +166,11 @@ class MarkedParser:
         if self._in is _In.CALL:
             self._end_call(mark, pieces)
         elif mark == syntax.call_open:
-            self._in, self._body = _In.CALL, ""
+            self._in, self._open, self._close, self._body = _In.CALL, mark, syntax.call_close, ""
             if syntax.call_head is not None:
                 self._growing = GrowingCalls(syntax.call_head, self._tools)
+        elif syntax.inner is not None and mark == syntax.inner[0]:
+            self._in, self._open, self._close, self._body = _In.CALL, "", syntax.inner[1], mark
         elif mark == syntax.think_open:
             self._turn(_In.REASONING)
         elif mark == syntax.think_close or mark in syntax.wrappers:
@@ -175,18 +183,26 @@ class MarkedParser:
         """Puts out the calls that were not put out as they grew, or their text."""
         growing, self._growing = self._growing, None
         num_begun = 0 if growing is None else growing.num_begun
-        calls = self._read(whole=close == self._syntax.call_close)[num_begun:]
+        if not self._open:
+            self._body, close = self._body + close, ""
+        calls = self._read(whole=close == self._syntax.call_close or self._ends_within())[
+            num_begun:
+        ]
         if all(call.name in self._tools for call in calls) and (calls or num_begun):
             self._turn(_In.CONTENT)
             for call in calls:
                 call_id = call.call_id or new_call_id()
                 pieces.append(Piece(call_id=call_id, name=call.name, arguments=call.arguments))
             return
-        text = self._space + self._syntax.call_open + self._body + close
+        text = self._space + self._open + self._body + close
         if growing is not None and num_begun:
             text = growing.rest
         self._in, self._space, self._is_fresh = _In.CONTENT, "", False
         pieces.append(Piece(content=text))
+
+    def _ends_within(self) -> bool:
+        inner = self._syntax.inner
+        return inner is not None and self._body.rstrip().endswith(inner[1])
 
     def _read(self, *, whole: bool) -> Sequence[Call]:
         try:

@@ -7,14 +7,14 @@ A template of no known family answers in Hermes' form if it has those marks; oth
 
 from __future__ import annotations
 
-from hotset.server.parsers.bare_calls import JSON_FORM, PYTHON_FORM, BareCallParser
+from hotset.server.parsers.bare_calls import JSON_FORM, LFM2, PYTHON_FORM, BareCallParser
 from hotset.server.parsers.base import Speech, Tools
 from hotset.server.parsers.forms import AnswerForm
 from hotset.server.parsers.gemma_calls import GEMMA
 from hotset.server.parsers.harmony import HARMONY_FORM, HarmonyParser
 from hotset.server.parsers.json_calls import ERNIE, GRANITE_3, HERMES, HUNYUAN, MISTRAL
 from hotset.server.parsers.marked import MarkedParser, Syntax
-from hotset.server.parsers.token_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI
+from hotset.server.parsers.token_calls import DEEPSEEK_V3, DEEPSEEK_V31, KIMI, MISTRAL_ARGS
 from hotset.server.parsers.xml_calls import DEEPSEEK_V4, DEEPSEEK_V32, GLM, MINIMAX, QWEN_XML
 
 # Marks in a template -> its syntax; the first whose marks are all there.
@@ -28,7 +28,10 @@ _SYNTAXES: tuple[tuple[tuple[str, ...], Syntax], ...] = (
     (("<|tool_call>",), GEMMA),
     (("<arg_key>",), GLM),
     (("<tool_call>", "<function="), QWEN_XML),
+    (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
+    (("<|tool_call_start|>",), LFM2),
+    (("<|tool_list_start|>",), LFM2),
     (("<|tool_call|>",), GRANITE_3),
     (("<tool_calls>",), HUNYUAN),
     (("<tool_call>", "<response>"), ERNIE),

@@ -1,4 +1,6 @@
-"""Calls set apart by special tokens, with JSON arguments: DeepSeek V3 to V3.1, Kimi K2."""
+"""Calls set apart by special tokens, with JSON arguments: DeepSeek V3 to V3.1, Kimi K2, and Mistral
+since its tokenizer v11.
+"""
 
 # ruff: noqa: RUF001 - DeepSeek's marks have wide bars
 
@@ -16,6 +18,10 @@ _FENCED = re.compile(r"\s*(?:function)?<｜tool▁sep｜>([^\n]+)\n```json\n(.*?
 _PLAIN = re.compile(r"\s*([^<\n]+)<｜tool▁sep｜>(.*)", re.DOTALL)
 _KIMI = re.compile(
     r"\s*((?:functions\.)?([^:\s]+):\d+)\s*<\|tool_call_argument_begin\|>(.*)", re.DOTALL
+)
+_MISTRAL_HEAD = re.compile(
+    r"\s*(?:\[TOOL_CALLS\])?\s*(?P<name>[^\s\[\]{}]+)\s*"
+    r"(?:\[CALL_ID\]\s*(?P<id>[^\s\[]+)\s*)?(?:\[ARGS\])?\s*" + OBJECT
 )
 _DEEPSEEK_HEAD = re.compile(
     r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^<\n]+?)\s*(?:<｜tool▁sep｜>|\n```json\n)\s*" + OBJECT
@@ -39,6 +45,18 @@ def read_kimi_calls(body: str, tools: Tools) -> list[Call]:
     if match is None:
         raise ValueError("not a call")
     return [make_call(match[2], json.loads(match[3]), match[1])]
+
+
+def read_mistral_calls(body: str, tools: Tools) -> list[Call]:
+    """See `ReadCalls`. The mark that begins a call stands before each."""
+    calls, at = [], 0
+    while body[at:].strip():
+        match = _MISTRAL_HEAD.match(body, at)
+        if match is None:
+            raise ValueError("not a call")
+        arguments, at = json.JSONDecoder().raw_decode(body, match.end())
+        calls.append(make_call(match["name"], arguments, match["id"]))
+    return calls
 
 
 _DEEPSEEK_ALL = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
@@ -85,4 +103,13 @@ KIMI = Syntax(
     ),
     _KIMI_HEAD,
     dropped=_KIMI_ALL,
+)
+MISTRAL_ARGS = Syntax(
+    read_mistral_calls,
+    "[TOOL_CALLS]",
+    "",
+    CallForm((f"[TOOL_CALLS]{NAME}[ARGS]", "")),
+    _MISTRAL_HEAD,
+    think_open="[THINK]",
+    think_close="[/THINK]",
 )

@@ -13,19 +13,25 @@ from hotset.server.parsers.base import Call, Tools, make_call, parameter, typed
 from hotset.server.parsers.forms import KEY, LINE, NAME, CallForm, ParameterForm
 from hotset.server.parsers.marked import Syntax
 
-_QWEN_CALL = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*", re.DOTALL)
-_QWEN_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
-_MINIMAX_CALL = re.compile(r'\s*<invoke name="?([^">]+)"?>(.*?)</invoke>\s*', re.DOTALL)
-_MINIMAX_PARAMETER = re.compile(r'\s*<parameter name="?([^">]+)"?>(.*?)</parameter>\s*', re.DOTALL)
-_DSML_CALL = re.compile(r'\s*<｜DSML｜invoke name="([^"]+)">(.*?)</｜DSML｜invoke>\s*', re.DOTALL)
-_DSML_PARAMETER = re.compile(
-    r'\s*<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>'
-    r"(.*?)</｜DSML｜parameter>\s*",
-    re.DOTALL,
+
+def _element(begin: str, end: str) -> re.Pattern[str]:
+    """One of several elements. An end within its value is not its end: another element follows
+    that, or nothing."""
+    follows = re.match(r"<[^\s>(\[]+", begin)
+    assert follows is not None
+    pattern = rf"\s*{begin}(.*?){end}\s*+(?={follows[0]}|\Z)"
+    return re.compile(pattern, re.DOTALL)
+
+
+_QWEN_CALL = _element(r"<function=([^>\s]+)>", "</function>")
+_QWEN_PARAMETER = _element(r"<parameter=([^>\s]+)>", "</parameter>")
+_MINIMAX_CALL = _element(r'<invoke name="?([^">]+)"?>', "</invoke>")
+_MINIMAX_PARAMETER = _element(r'<parameter name="?([^">]+)"?>', "</parameter>")
+_DSML_CALL = _element(r'<｜DSML｜invoke name="([^"]+)">', "</｜DSML｜invoke>")
+_DSML_PARAMETER = _element(
+    r'<｜DSML｜parameter name="([^"]+)"(?: string="(true|false)")?>', "</｜DSML｜parameter>"
 )
-_GLM_ARGUMENT = re.compile(
-    r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL
-)
+_GLM_ARGUMENT = _element(r"<arg_key>(.*?)</arg_key>\s*<arg_value>", "</arg_value>")
 
 
 def _whole(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
@@ -139,7 +145,14 @@ def _dsml(kind: str) -> Syntax:
     return Syntax(read_dsml_calls, begin, end, form)
 
 
-QWEN_XML = Syntax(read_qwen_calls, "<tool_call>", "</tool_call>", _QWEN_FORM)
+QWEN_XML = Syntax(
+    read_qwen_calls,
+    "<tool_call>",
+    "</tool_call>",
+    _QWEN_FORM,
+    # Qwen3-Coder and those that learned from it leave the outer marks out at times.
+    inner=("<function=", "</function>"),
+)
 MINIMAX = Syntax(read_minimax_calls, "<minimax:tool_call>", "</minimax:tool_call>", _MINIMAX_FORM)
 GLM = Syntax(read_glm_calls, "<tool_call>", "</tool_call>", _GLM_FORM)
 DEEPSEEK_V32, DEEPSEEK_V4 = _dsml("function_calls"), _dsml("tool_calls")

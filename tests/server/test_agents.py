@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import openai
 import pytest
 from clients import NAME, Scripted
 
@@ -151,3 +152,61 @@ def test_a_long_silence_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert asyncio.run(first()) == sse.COMMENT
     assert asyncio.run(first(keep_alive="event: ping\n\n")) == "event: ping\n\n"
+
+
+def test_what_claude_code_bills_by_is_no_prompt(server: Scripted) -> None:
+    """It differs from request to request, and no prefix of the prompt would be the same."""
+    prompts = []
+    for mark in ("fa690", "0b111"):
+        billing: Any = {"type": "text", "text": f"x-anthropic-billing-header: cch={mark};"}
+        said: Any = {"type": "text", "text": "Be brief."}
+        server.anthropic().messages.create(
+            model=NAME, max_tokens=9, system=[billing, said], messages=USER
+        )
+        prompts.append(prompt_of(server))
+    assert prompts[0] == prompts[1] and "<start>system\nBe brief.<end>" in prompts[0]
+
+
+SPACE: Any = {
+    "type": "namespace",
+    "name": "mcp__maps__",
+    "description": "Maps of a city.",
+    "tools": [
+        {"type": "function", "name": "find", "description": "A place.", "parameters": {}},
+        {"type": "function", "name": "route", "strict": False},
+    ],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tools_in_a_namespace(server: Scripted, stream: bool) -> None:
+    """Codex's tools of MCP servers: one flat list for the model, two names for the client."""
+    server.say('<tool_call>\n{"name": "mcp__maps__find", "arguments": {"a": 1}}\n</tool_call>')
+    plain: Any = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    earlier: Any = [
+        {"role": "user", "content": "Where?"},
+        {
+            **{"type": "function_call", "call_id": "c", "arguments": "{}"},
+            **{"namespace": "mcp__maps__", "name": "route"},
+        },
+        {"type": "function_call_output", "call_id": "c", "output": "left"},
+    ]
+    options: Any = {"model": NAME, "input": earlier, "tools": [plain, SPACE]}
+    responses = server.openai().responses
+    if stream:
+        with responses.stream(**options) as events:
+            done = [event for event in events if event.type == "response.output_item.done"]
+        item: Any = done[-1].item
+    else:
+        item = responses.create(**options).output[-1]
+    assert (item.namespace, item.name, item.arguments) == ("mcp__maps__", "find", '{"a": 1}')
+    prompt = prompt_of(server)
+    assert '"name": "find"' in prompt and "Maps of a city.\\nA place." in prompt
+    assert prompt.count("Maps of a city.") == 1 and '{"name": "mcp__maps__route"' in prompt
+
+
+def test_tools_that_would_share_a_name_are_refused(server: Scripted) -> None:
+    twice: Any = {"type": "function", "name": "mcp__maps__find"}
+    for tools in ([SPACE, twice], [twice, twice]):
+        with pytest.raises(openai.BadRequestError, match=r"tools\[1\]"):
+            server.openai().responses.create(model=NAME, input="Where?", tools=tools)

@@ -216,7 +216,8 @@ def test_keys_of_a_server(byte_text: Text) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [
-        (["http://127.0.0.1:9"], 1, "`http://127.0.0.1:9/v1/models` does not answer"),
+        (["http://127.0.0.1:9"], 1, "does not answer: [Errno 111] Connection refused"),
+        (["localhost:8000"], 2, "a server is `http://localhost:8000`"),
         (
             ["http://127.0.0.1:9", "--vram", "8GiB"],
             2,

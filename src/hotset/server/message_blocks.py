@@ -58,6 +58,9 @@ class ToolResultBlock(Cached):
 Block = Annotated[
     TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
+# Claude Code's first words, other ones in each request: they are no instruction, and no prompt that
+# begins with them has a prefix that was kept.
+_BILLING = "x-anthropic-billing-header:"
 _KINDS = ("text", "thinking", "tool_use", "tool_result")
 
 
@@ -87,8 +90,11 @@ def to_template(
             option="messages",
         )
     made: list[Message] = []
-    if system is not None:
-        made.append({"role": "system", "content": wire.joined(system)})
+    if isinstance(system, str):
+        made.append({"role": "system", "content": system})
+    elif system is not None:
+        said = [part for part in system if not part.text.startswith(_BILLING)]
+        made += [{"role": "system", "content": wire.joined(said)}] if said else []
     for number, message in enumerate(messages):
         if isinstance(message.content, str):
             made.append({"role": message.role, "content": message.content})

@@ -6,19 +6,24 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from hotset.server.ask import Part, ToolPart
+from hotset.server.ask import Call, Part, ToolPart
 from hotset.server.response_items import Items
+from hotset.server.response_tools import Names
 from hotset.server.sse import event
 
 
 class ItemEvents:
     """The items of one answer, as its parts come.
 
+    Args:
+        names: of tools that have a namespace.
+
     Attributes:
         output: items that are done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Names) -> None:
+        self._names = names
         self.output: list[dict[str, Any]] = []
         self._number = 0
         self._open: tuple[str, object] | None = None  # what tells the open item from the next
@@ -104,5 +109,8 @@ class ItemEvents:
             return Items.message(None if begun else self._text, status, item_id=self._item_id)
         assert self._tool is not None and self._tool.name is not None
         return Items.call(
-            self._tool.call_id, self._tool.name, self._text, status, item_id=self._item_id
+            Call(self._tool.call_id, self._tool.name, self._text),
+            status,
+            self._names,
+            item_id=self._item_id,
         )

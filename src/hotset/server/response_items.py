@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from hotset.server import wire
-from hotset.server.ask import Message, Whole
+from hotset.server.ask import Call, Message, Whole
 from hotset.server.chat_messages import template_call
+from hotset.server.response_tools import Names, flat_name
 
 _TEXTS = ("input_text", "output_text", "text")
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -42,15 +43,20 @@ class CallItem(wire.Part):
     type: Literal["function_call"]
     id: str | None = None
     call_id: str
+    namespace: str | None = None
     name: str
     arguments: str
     status: Status | None = None
 
 
 class CallOutputItem(wire.Part):
+    """What a function gave; which one it was, its call says."""
+
     type: Literal["function_call_output"]
     id: str | None = None
     call_id: str
+    namespace: str | None = None
+    name: str | None = None
     output: str | wire.Entries[ItemText]
     status: Status | None = None
 
@@ -123,7 +129,8 @@ def _add_to_turn(
         turn["content"] += wire.joined(item.content)
     elif isinstance(item, CallItem):
         arguments = wire.json_object(item.arguments, name=f"input[{number}].arguments")
-        turn.setdefault("tool_calls", []).append(template_call(item.call_id, item.name, arguments))
+        name = flat_name(item.namespace, item.name)
+        turn.setdefault("tool_calls", []).append(template_call(item.call_id, name, arguments))
     else:
         text = "".join(piece.text for piece in item.content or item.summary)
         turn["reasoning_content"] = turn.get("reasoning_content", "") + text
@@ -165,19 +172,22 @@ class Items:
 
     @staticmethod
     def call(
-        call_id: str, name: str, arguments: str, status: str, *, item_id: str | None = None
+        call: Call, status: str, names: Names, *, item_id: str | None = None
     ) -> dict[str, Any]:
-        return {
+        item = {
             "id": item_id or f"fc_{uuid.uuid4().hex}",
             "type": "function_call",
-            "call_id": call_id,
-            "name": name,
-            "arguments": arguments,
+            "call_id": call.call_id,
+            "name": call.name,
+            "arguments": call.arguments,
             "status": status,
         }
+        if call.name in names:
+            item["namespace"], item["name"] = names[call.name]
+        return item
 
     @staticmethod
-    def of(choice: Whole) -> list[dict[str, Any]]:
+    def of(choice: Whole, names: Names) -> list[dict[str, Any]]:
         """A whole answer: what was thought, said, called."""
         assert choice.finish is not None
         status = "incomplete" if choice.finish.reason == "length" else "completed"
@@ -187,5 +197,5 @@ class Items:
         if choice.content or not choice.calls:
             items.append(Items.message(choice.content, status))
         for call in choice.calls:
-            items.append(Items.call(call.call_id, call.name, call.arguments, status))
+            items.append(Items.call(call, status, names))
         return items

@@ -18,17 +18,10 @@ from hotset.core.errors import RequestError
 from hotset.server import wire
 from hotset.server.answering import Answering
 from hotset.server.answers import Answers
-from hotset.server.ask import Ask, Finish, Tool, Usage, Whole
+from hotset.server.ask import Ask, Finish, Usage, Whole
 from hotset.server.response_events import ItemEvents
 from hotset.server.response_items import InputItem, Items, to_template
-
-
-class FunctionTool(wire.Part):
-    type: Literal["function"]
-    name: wire.ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+from hotset.server.response_tools import ResponseTool, names_of, to_tools
 
 
 class ChosenFunction(wire.Part):
@@ -77,7 +70,7 @@ class ResponseBody(wire.Body):
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    tools: wire.Entries[FunctionTool] = Field(default_factory=list)
+    tools: wire.Entries[ResponseTool] = Field(default_factory=list)
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction = "auto"
     parallel_tool_calls: bool = True
     reasoning: Reasoning | None = None
@@ -105,14 +98,7 @@ def to_ask(body: ResponseBody) -> Ask:
             if getattr(body, name) is not None
         },
         max_tokens=body.max_output_tokens,
-        tools=tuple(
-            Tool(
-                name=tool.name,
-                description=tool.description or "",
-                parameters=tool.parameters or {"type": "object", "properties": {}},
-            )
-            for tool in body.tools
-        ),
+        tools=to_tools(body.tools),
         tool_choice=chosen if isinstance(chosen, str) else chosen.name,
         parallel_calls=body.parallel_tool_calls,
         schema=_schema(body.text.format),
@@ -159,12 +145,13 @@ class ResponseAnswer:
             "truncation": "disabled",
             **echoed,
         }
+        self._names = names_of(body.tools)
 
     def whole(self, choices: list[Whole], usage: Usage) -> dict[str, Any]:
         """One JSON object."""
         (choice,) = choices
         assert choice.finish is not None
-        return self._ended(Items.of(choice), choice.finish, usage)
+        return self._ended(Items.of(choice, self._names), choice.finish, usage)
 
     def _ended(self, output: list[dict[str, Any]], finish: Finish, usage: Usage) -> dict[str, Any]:
         cut = finish.reason == "length"
@@ -187,7 +174,7 @@ class ResponseAnswer:
 
     async def events(self, answers: Answers) -> AsyncIterator[str]:
         """The response when it begins, its items as they grow, and the response at its end."""
-        items = ItemEvents()
+        items = ItemEvents(self._names)
         begun = {
             **self._head,
             "status": "in_progress",

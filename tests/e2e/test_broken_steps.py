@@ -66,6 +66,28 @@ def test_a_step_that_breaks_off_leaves_nothing(engine: Engine, call: int) -> Non
     assert engine.store.audit() == []
 
 
+def test_an_interruption_of_the_books_of_a_prompt_is_mended(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its kernels, and behind them, when the device has filled slots."""
+    expected = answer(engine)
+    books = {"begin_step": engine.steps.fills, "match_step": engine.store.placement}
+    for name, owner in {**books, "adopt": engine.store.table}.items():
+        keep = getattr(owner, name)
+
+        def interrupted(*args: object, keep: Callable[..., object] = keep) -> None:
+            keep(*args)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                answer(engine)
+        assert engine.store.audit() == [], name
+        engine.place(engine.store.placement)  # refused while a step counts as queued
+        assert answer(engine) == expected, name
+
+
 def test_books_that_miss_a_step_are_found(engine: Engine) -> None:
     """The control: what `mend` spares the test above."""
     engine.steps.mend = lambda: None  # type: ignore[method-assign]

@@ -106,14 +106,14 @@ class Steps:
         Args:
             owner: the sequence that the tokens belong to.
         """
-        self.begin(num_tokens)
-        try:
+        try:  # all of it: an interruption may come while the books are kept, too
+            self.begin(num_tokens)
             result = forward()
             ids_LN = self._routed(num_tokens)
+            self.finish(num_tokens, ids_LN, () if owner is None else ((owner, num_tokens),))
         except BaseException:
             self.break_off(num_tokens)
             raise
-        self.finish(num_tokens, ids_LN, () if owner is None else ((owner, num_tokens),))
         return result
 
     def _routed(self, num_tokens: int) -> IntArray:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 from clients import NAME, Scripted
@@ -210,3 +211,33 @@ def test_tools_that_would_share_a_name_are_refused(server: Scripted) -> None:
     for tools in ([SPACE, twice], [twice, twice]):
         with pytest.raises(openai.BadRequestError, match=r"tools\[1\]"):
             server.openai().responses.create(model=NAME, input="Where?", tools=tools)
+
+
+def test_what_another_server_sealed_is_left_out(server: Scripted) -> None:
+    """A conversation goes on here that began elsewhere."""
+    blocks: Any = [
+        {"type": "redacted_thinking", "data": "c2VhbGVk"},
+        {"type": "text", "text": "Rain.", "citations": None},
+    ]
+    turns: Any = [*USER, {"role": "assistant", "content": blocks}, *USER]
+    server.anthropic().messages.create(
+        model=NAME, max_tokens=9, messages=turns, extra_body={"mcp_servers": []}
+    )
+    assert "<start>assistant\nRain.<end>" in prompt_of(server) and "c2Vh" not in prompt_of(server)
+    items: Any = [
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "c2VhbGVk"},
+        {"type": "message", "role": "assistant", "content": "Rain.", "phase": "final_answer"},
+        *USER,
+    ]
+    server.openai().responses.create(
+        model=NAME, input=items, top_logprobs=0, prompt_cache_retention="24h"
+    )
+    assert "Rain.<end>" in prompt_of(server) and "c2Vh" not in prompt_of(server)
+
+
+@pytest.mark.parametrize(("path", "status"), [("/", 200), ("/health", 200), ("/v1/messages", 405)])
+def test_probes_that_want_the_head_only(server: Scripted, path: str, status: int) -> None:
+    answer = httpx2.head(f"{server.url}{path}")
+    assert answer.status_code == status and not answer.content
+    whole = httpx2.get(f"{server.url}{path}")
+    assert answer.headers["content-type"] == whole.headers["content-type"]

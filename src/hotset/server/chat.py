@@ -80,8 +80,8 @@ class ResponseFormat(wire.Part):
 
 
 class ChatBody(wire.Sampled):
-    """A conversation. `user`, `metadata`, `safety_identifier` and `prompt_cache_key` change
-    nothing of an answer; nothing is stored."""
+    """A conversation. `user`, `metadata`, `safety_identifier`, `prompt_cache_key` and
+    `prompt_cache_retention` change nothing of an answer; nothing is stored."""
 
     NEUTRAL: ClassVar = {
         "store": (False,),
@@ -113,6 +113,7 @@ class ChatBody(wire.Sampled):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
 
 
@@ -122,7 +123,7 @@ def to_ask(body: ChatBody) -> Ask:
     Raises:
         RequestError: parameters that contradict each other.
     """
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("`top_logprobs` needs `logprobs`", option="top_logprobs")
     if body.stream_options is not None and not body.stream:
         raise RequestError("`stream_options` needs `stream`", option="stream_options")

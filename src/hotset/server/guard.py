@@ -48,6 +48,8 @@ class Guard:
         if problem is not None:
             await _refuse(problem, scope["path"], send)
             return
+        if scope["method"] == "HEAD":  # of which the HTTP server sends no more than the head
+            scope = {**scope, "method": "GET"}
         await self._app(scope, self._counted(receive), send)
 
     def _long_head(self, scope: Scope) -> Problem | None:

@@ -36,6 +36,13 @@ class ThinkingBlock(wire.Part):
     signature: str = ""
 
 
+class RedactedThinkingBlock(wire.Part):
+    """What another server has sealed: it cannot be read here, and is left out."""
+
+    type: Literal["redacted_thinking"]
+    data: str = ""
+
+
 class ToolUseBlock(Cached):
     """A call that the model made earlier; `caller` says that it was the model itself."""
 
@@ -56,12 +63,13 @@ class ToolResultBlock(Cached):
 
 
 Block = Annotated[
-    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 # Claude Code's first words, other ones in each request: they are no instruction, and no prompt that
 # begins with them has a prefix that was kept.
 _BILLING = "x-anthropic-billing-header:"
-_KINDS = ("text", "thinking", "tool_use", "tool_result")
+_KINDS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 class MessageParam(wire.Part):
@@ -139,7 +147,7 @@ def _of_assistant(blocks: Sequence[Block], where: str) -> list[Message]:
             thinking += block.thinking
         elif isinstance(block, ToolUseBlock):
             calls.append(template_call(block.id, block.name, block.input))
-        else:
+        elif not isinstance(block, RedactedThinkingBlock):
             raise _misplaced(block, f"{where}[{number}]", "assistant")
     made: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:

@@ -99,6 +99,7 @@ class PromptBody(wire.Body):
     NEUTRAL: ClassVar = {
         "service_tier": ("auto", "standard_only"),
         "speed": ("standard",),
+        "mcp_servers": ([],),
         # What an earlier turn thought is handed to the template as it came.
         "context_management": (
             {"edits": []},

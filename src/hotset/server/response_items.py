@@ -27,11 +27,14 @@ class ItemText(wire.Part):
 
 
 class MessageItem(wire.Part):
+    """What somebody said; `phase` is what an earlier answer noted beside it."""
+
     type: Literal["message"] = "message"
     id: str | None = None
     role: Literal["user", "system", "developer", "assistant"]
     content: str | wire.Entries[ItemText]
     status: Status | None = None
+    phase: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -67,11 +70,13 @@ class ReasoningText(wire.Part):
 
 
 class ReasoningItem(wire.Part):
+    """What was thought earlier; what another server has sealed of it cannot be read here."""
+
     type: Literal["reasoning"]
     id: str | None = None
     summary: wire.Entries[ReasoningText] = Field(default_factory=list)
     content: wire.Entries[ReasoningText] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
     status: Status | None = None
 
 

@@ -53,13 +53,16 @@ class TextConfig(wire.Part):
 
 class ResponseBody(wire.Body):
     """A text, or the items of a conversation. `user`, `metadata`, `client_metadata`,
-    `safety_identifier` and `prompt_cache_key` change nothing of an answer."""
+    `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention` change nothing of an
+    answer."""
 
     NEUTRAL: ClassVar = {
         "store": (False,),
         "background": (False,),
         "service_tier": ("auto", "default"),
         "truncation": ("disabled",),
+        "top_logprobs": (0,),
+        "stream_options": ({}, {"include_obfuscation": False}),
         # Reasoning is in its item as it is, to be sent back with it.
         "include": ([], ["reasoning.encrypted_content"]),
     }
@@ -78,6 +81,7 @@ class ResponseBody(wire.Body):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
     client_metadata: dict[str, Any] | None = None
 

@@ -83,7 +83,8 @@ class FewTokens:
     ) -> None:
         self._kernels, self.spec, self._block = kernels, spec, block
         self._fill_E, self._post_norm = fill_E, post_norm
-        self._behind_match = behind_match
+        # Without a choice nothing is launched between the match and the sum, which waits then.
+        self._behind_match = behind_match and block.ids_TK.numel() > 0
         # The kernels of fewest tokens take the ids as they are.
         groups = kernels.groups(block.num_tokens, block.ids_TK.shape[1], spec)
         self.grouping = kernels.group(block.ids_TK, fill_E.numel()) if groups else None

@@ -1,0 +1,197 @@
+"""What lies in a staging buffer is read behind its copies, and copied over behind its readers.
+
+Streams and events here only remember what they are ordered behind, so a missing order shows on a
+machine without a GPU, and in every run. Bytes are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from records import layers, make_store, resident, routed, runner
+
+from hotset.experts.store import ExpertStore
+from hotset.kernels.dispatch import ReferenceKernels
+from hotset.runtime.block_sums import FewTokens
+from hotset.runtime.blocks import Block
+from hotset.runtime.expert_stream import ExpertStream
+from hotset.runtime.moe import MATCH_TOKENS
+from hotset.runtime.tee import Tee
+
+NUM_LAYERS, NUM_EXPERTS, MANY = 3, 16, MATCH_TOKENS + 8
+Operation = tuple[str, int]
+
+
+class Stream:
+    """Knows how many operations of each stream come before what it does next."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.seen: Counter[str] = Counter()
+
+    def wait_event(self, event: Event) -> None:
+        self.seen |= event.seen  # the larger number of each
+
+    def operation(self) -> Operation:
+        self.seen[self.name] += 1
+        return self.name, self.seen[self.name]
+
+    def is_behind(self, operation: Operation) -> bool:
+        name, number = operation
+        return self.seen[name] >= number
+
+
+class Event:
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def record(self, stream: Stream) -> None:
+        self.seen = stream.seen.copy()
+
+
+class Forgetful(Event):
+    def record(self, stream: Stream) -> None:
+        """Orders nothing."""
+
+
+class Watch(ReferenceKernels):
+    """The kernels of a store whose ring has such streams; also the timer of its copies.
+
+    Attributes:
+        wrong: what was not in order.
+        num_copied, num_read: groups.
+    """
+
+    def __init__(
+        self, store: ExpertStore, monkeypatch: pytest.MonkeyPatch, broken: str = ""
+    ) -> None:
+        self.main, copies, ring = Stream("main"), Stream("copies"), store.ring
+        kinds = {name: Forgetful if name == broken else Event for name in ("ready", "free")}
+        patched: Any = ring
+        patched._stream, patched.timer = copies, self
+        patched._ready = [kinds["ready"]() for _ in ring._buffers]
+        patched._free = [kinds["free"]() for _ in ring._buffers]
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.main)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        copy_to_slot = ring.copy_to_slot
+
+        def teed(staged: Any, *args: Any) -> None:
+            self._reads(staged.buffer)
+            copy_to_slot(staged, *args)
+
+        monkeypatch.setattr(ring, "copy_to_slot", teed)
+        self._ring, self._fails_at = ring, 0
+        self._written: dict[int, Operation] = {}
+        self._readers: dict[int, list[Operation]] = defaultdict(list)
+        self.wrong: list[str] = []
+        self.num_copied = self.num_read = 0
+
+    def fail_at(self, num_read: int) -> None:
+        self._fails_at = num_read
+
+    def begin(self, stream: Any) -> None:
+        index = self._ring._idle[0]
+        before = [*self._readers.pop(index, []), *filter(None, [self._written.get(index)])]
+        if not all(map(stream.is_behind, before)):
+            self.wrong.append(f"buffer {index} is copied over")
+        self._written[index] = stream.operation()
+        self.num_copied += 1
+
+    def end(self, stream: Any, num_bytes: int) -> None:
+        """One operation stands for all of a group."""
+
+    def _reads(self, index: int) -> None:
+        if not self.main.is_behind(self._written[index]):
+            self.wrong.append(f"buffer {index} is read before it is there")
+        self._readers[index].append(self.main.operation())
+        self.num_read += 1
+        if self.num_read == self._fails_at:
+            raise ZeroDivisionError
+
+    def _reads_of(self, address_E: torch.Tensor) -> None:
+        for index, buffer in enumerate(self._ring._buffers):
+            first = buffer.data_ptr()
+            if ((address_E >= first) & (address_E < first + buffer.numel())).any():
+                self._reads(index)
+
+    def add_experts(self, x_TH: Any, weights_TK: Any, address_E: Any, *args: Any, **named: Any):
+        self._reads_of(address_E)
+        super().add_experts(x_TH, weights_TK, address_E, *args, **named)
+
+    def expert_outputs(self, x_TH: Any, ids_TK: Any, address_E: Any, *args: Any, **named: Any):
+        self._reads_of(address_E)
+        return super().expert_outputs(x_TH, ids_TK, address_E, *args, **named)
+
+
+def run_prompts(monkeypatch: pytest.MonkeyPatch, broken: str = "") -> Watch:
+    """Prompts one behind the other, of which the second is not wanted behind its second layer, and
+    the third fails within one. Between two layers experts change places, as decode steps do."""
+    store = make_store(layers(*[NUM_EXPERTS] * NUM_LAYERS), 9, staging_records=6)
+    watch, stream = Watch(store, monkeypatch, broken), ExpertStream(store)
+    scores = np.random.default_rng(0)
+    policy: Any = SimpleNamespace(
+        read=lambda *_: None, scores=lambda layer: scores.random(NUM_EXPERTS)
+    )
+    tee = Tee(policy, store)
+
+    def prompt(seed: int, num_layers: int = NUM_LAYERS) -> None:
+        for layer in range(num_layers):
+            owned = {at: [(at + seed + layer + i) % NUM_EXPERTS for i in range(3)] for at in (0, 1)}
+            store.place(resident(store, {**owned, 2: [seed, seed + 1, seed + 2]}))
+            run = runner(store, use_ring=True, layer=layer, stream=stream, tee=tee)
+            run._kernels = watch
+            run.run([Block(*routed(store, size, seed)) for size in (MANY, 5)])
+
+    prompt(0)
+    prompt(1, num_layers=2)
+    watch.fail_at(watch.num_read + 7)
+    with pytest.raises(ZeroDivisionError):
+        prompt(2)
+    store.restore()
+    prompt(3)
+    stream.drop()
+    assert store.ring.num_idle == store.ring.num_buffers
+    assert watch.num_copied > 30 and watch.num_read > watch.num_copied
+    return watch
+
+
+def test_buffers_are_read_and_copied_over_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_prompts(monkeypatch).wrong == []
+
+
+@pytest.mark.parametrize(("broken", "said"), [("ready", "is read"), ("free", "is copied over")])
+def test_the_control_without_an_event_it_shows(
+    broken: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = run_prompts(monkeypatch, broken).wrong
+    assert wrong and all(said in one for one in wrong)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_behind"), [(0, False), (1, True), (5, True)])
+def test_a_sum_reads_the_match_ahead_only_where_a_launch_lies_between(
+    num_tokens: int, is_behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch waits for the one before it, and for no other: see `kernels.dependent`."""
+    store, asked = make_store(layers(NUM_EXPERTS)), []
+
+    class Watching(ReferenceKernels):
+        def combine(self, *args: Any, behind_experts: bool = False, **named: Any) -> torch.Tensor:
+            asked.append(behind_experts)
+            return super().combine(*args, **named)
+
+    few = FewTokens(
+        Watching(),
+        store.layers[0].expert,
+        Block(*routed(store, num_tokens)),
+        fill_E=torch.zeros(NUM_EXPERTS, dtype=torch.int64),
+        post_norm=None,
+        behind_match=True,
+    )
+    few.total()
+    assert asked == [is_behind]

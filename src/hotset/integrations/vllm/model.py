@@ -196,7 +196,7 @@ class ModelExperts:
             ids_TK: kept until the step is over, so the caller's own copy.
             is_repeated: steps of this many tokens will come again and again, so that a graph of
                 the layer's launches is worth its memory. The output may then lie where the next
-                call of the layer with as many tokens puts its own.
+                call of any layer writes: whoever needs it longer takes a copy.
         """
         if index == 0:
             self._begin(len(x_TH))

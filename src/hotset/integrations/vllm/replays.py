@@ -61,7 +61,8 @@ class LayerReplays:
         """What `layer` gives, by its graph from the third call with as many tokens on.
 
         Returns:
-            Of a graph: memory of its own, overwritten by its next replay.
+            Of a graph: memory that the next replay of any of these graphs may write to, since one
+            that was captured earlier has its workspaces where this one found them free.
         """
         key = (index, len(x_TH))
         if key not in self._captured:
@@ -86,14 +87,15 @@ class LayerReplays:
 
 
 class CudaCapture:
-    """Captures into CUDA graphs that share one pool of memory: they run one behind the other."""
+    """Captures into CUDA graphs that share one pool of memory: they run one behind the other, and
+    what one leaves is read before the next one runs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """The call's result, whose memory nothing else uses, and its replay. Runs nothing."""
+        """The call's result, whose memory no later capture uses, and its replay. Runs nothing."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         side = torch.cuda.Stream()
         side.wait_stream(current)

@@ -195,6 +195,14 @@ def test_reasoning_and_words_before_them(name: str) -> None:
     assert joined(parser_of(template, tools=TOOLS), [text]) == ("Let me see.", "Soon.", want)
 
 
+def test_reasoning_may_speak_of_tags() -> None:
+    answer = (
+        f"<think>I write <function=get_weather> next.</think>\n{qwen('get_weather', city='Oslo')}"
+    )
+    want = ("I write <function=get_weather> next.", "", [OSLO])
+    assert joined(parser_of(QWEN, tools=TOOLS), list(answer)) == want
+
+
 @pytest.mark.parametrize(
     "text",
     [

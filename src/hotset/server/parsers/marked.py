@@ -129,8 +129,10 @@ class MarkedParser:
         if self._verbatim and self._in is _In.CONTENT and not self._is_fresh:
             return ()
         # Models open a call without closing their reasoning.
-        opened = (syntax.call_open, *([syntax.inner[0], syntax.call_close] if syntax.inner else []))
-        calls = (*opened, *syntax.dropped) if self._tools else ()
+        calls = (syntax.call_open, *syntax.dropped) if self._tools else ()
+        if calls and syntax.inner is not None and self._in is _In.CONTENT:
+            # Reasoning speaks of tags, and what it says of them must not hide the call behind it.
+            calls += (syntax.inner[0], syntax.call_close)
         thinking = (syntax.think_open, syntax.think_close) if syntax.think_open else ()
         return (*calls, *thinking, *syntax.wrappers)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import anthropic
@@ -11,8 +12,10 @@ from clients import NAME, Scripted
 
 from hotset.core.errors import ContextLengthError
 from hotset.runtime.text import Text
-from hotset.server.ask import Ask
+from hotset.server.ask import Ask, Message
 from hotset.server.prompts import Prompts
+from tiny import tiny_config
+from vocabulary import byte_tokenizer
 
 
 @dataclass
@@ -59,6 +62,38 @@ def test_a_usual_prompt_is_read_once() -> None:
     encoder = Encoder(letters=4)
     assert len(prompts(encoder).ids(Ask(prompt="x" * 4000))) == 1000
     assert encoder.seen == [4000]
+
+
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Tromsø"}}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("printed", "want"),
+    [
+        ("{{ '' + call.function.arguments }}", '{"city": "Tromsø"}'),  # refuses an object
+        ("{{ call.function.arguments }}", '{"city": "Tromsø"}'),  # prints Python's form of one
+        ("{{ call.function.arguments | tojson }}", '{"city": "Tromsø"}'),
+        (
+            "{% for key, value in call.function.arguments.items() %}{{ value }}{% endfor %}",
+            "Tromsø",
+        ),
+        ("", ""),
+    ],
+)
+def test_arguments_of_earlier_calls_as_the_template_wants_them(
+    tmp_path: Path, printed: str, want: str
+) -> None:
+    """DeepSeek's templates paste them as text; the others make text, or parts, of an object."""
+    calls = "{% for call in m.tool_calls or [] %}<" + printed + ">{% endfor %}"
+    template = "{% for m in messages %}" + calls + "{{ m.content }}{% endfor %}"
+    byte_tokenizer(template=template).save_pretrained(tmp_path)
+    text = Text(tmp_path, tiny_config("qwen3_moe"))
+    asked = Ask(messages=[{"role": "user", "content": "Where?"}, CALL])
+    assert text.decode(Prompts(text, context_tokens=1000).ids(asked)) == f"Where?<{want}>"
 
 
 def test_what_a_client_is_told(server: Scripted) -> None:

@@ -29,8 +29,9 @@ OSLO = ("get_weather", {"city": "Oslo"})
 LLAMA_JSON, LLAMA_PYTHON = '<|header_start|> "parameters"', "<|header_start|>"
 LFM2 = "<think> <|tool_call_start|>"
 MISTRAL = "[TOOL_CALLS] [ARGS]"
-QWEN, GLM, MINIMAX, KIMI, GEMMA = (
-    FAMILIES[name][0] for name in ("qwen xml", "glm 4.5", "minimax", "kimi", "gemma 4")
+QWEN, GLM, MINIMAX, KIMI, GEMMA, GRANITE, HUNYUAN = (
+    FAMILIES[name][0]
+    for name in ("qwen xml", "glm 4.5", "minimax", "kimi", "gemma 4", "granite 3", "hunyuan")
 )
 VALUES = {
     "name": "Doe",
@@ -141,6 +142,18 @@ ANSWERS: dict[str, tuple[str, str, list[tuple[str, Any]]]] = {
         '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Oslo</parameter>'
         '\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
         [OSLO, ("now", {})],
+    ),
+    "granite 3.1, its other spelling, the name last": (
+        GRANITE,
+        '<tool_call> [\n{"name": "get_weather", "arguments": {"city": "Oslo"}},\n'
+        '{"arguments": {}, "name": "now"}\n]',
+        [OSLO, ("now", {})],
+    ),
+    "hunyuan, an end of the answer behind it": (
+        HUNYUAN,
+        '<tool_calls>[{"name": "now", "arguments": {}}, '
+        '{"name": "get_weather", "arguments": {"city": "Oslo"}}]</tool_calls>\n</answer>',
+        [("now", {}), OSLO],
     ),
     "kimi, space about the id, no namespace": (
         KIMI,

@@ -15,7 +15,8 @@ from jinja2 import Environment, TemplateError, meta
 
 from hotset.core.errors import ContextLengthError, RequestError
 from hotset.runtime.text import Text
-from hotset.server.ask import Ask
+from hotset.server.ask import Ask, Message
+from hotset.server.earlier_calls import wants_text, with_text
 from hotset.server.parsers.registry import reasons
 from hotset.server.system_turns import PROBE, placed, shows_all
 
@@ -64,6 +65,8 @@ class Prompts:
         if ask.tools and ask.tool_choice != "none":
             variables["tools"] = [tool.to_template() for tool in ask.tools]
         messages = placed(ask.messages, anywhere=lambda: self._takes_system_anywhere)
+        if any(message.get("tool_calls") for message in messages) and self._wants_text_arguments:
+            messages = with_text(messages)
         return self._text.encode_chat(messages, **variables)
 
     def _check_size(self, texts: Sequence[str], max_tokens: int | None) -> None:
@@ -95,11 +98,20 @@ class Prompts:
     @cached_property
     def _takes_system_anywhere(self) -> bool:
         """Whether the template prints system messages that do not come first."""
+        rendered = self._rendered(PROBE)
+        return rendered is not None and shows_all(rendered)
+
+    @cached_property
+    def _wants_text_arguments(self) -> bool:
+        """Whether the template takes arguments of earlier calls as JSON text only."""
+        return wants_text(self._rendered)
+
+    def _rendered(self, messages: Sequence[Message]) -> str | None:
+        """What the template makes of messages; `None` where it refuses them."""
         try:
-            ids = self._text.encode_chat(PROBE)
+            return self._text.decode(self._text.encode_chat(messages))
         except RequestError:
-            return False
-        return shows_all(self._text.decode(ids))
+            return None
 
     @cached_property
     def read(self) -> frozenset[str]:

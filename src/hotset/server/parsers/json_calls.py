@@ -53,7 +53,14 @@ HUNYUAN = Syntax(
     JSON_HEAD,
     wrappers=("<answer>", "</answer>"),
 )
-GRANITE_3 = Syntax(read_json_calls, "<|tool_call|>", "", _list_form("<|tool_call|>", ""), JSON_HEAD)
+GRANITE_3 = Syntax(
+    read_json_calls,
+    "<|tool_call|>",
+    "",
+    _list_form("<|tool_call|>", ""),
+    JSON_HEAD,
+    call_alias="<tool_call>",  # granite 3.1, whose tokenizer has it as plain text
+)
 MISTRAL = Syntax(
     read_json_calls,
     "[TOOL_CALLS]",

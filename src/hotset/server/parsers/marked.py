@@ -34,6 +34,7 @@ class Syntax:
         read_calls: reads what stands between `call_open` and `call_close`.
         call_open: begins a call, or several.
         call_close: ends it; empty where it ends with the answer.
+        call_alias: another spelling of `call_open`.
         form: how a call that must be made is written.
         call_head: what stands before JSON arguments, see `GrowingCalls`; `None` for others.
         think_open, think_close: around reasoning; empty where there is none.
@@ -53,6 +54,7 @@ class Syntax:
     dropped: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
     inner: tuple[str, str] | None = None
+    call_alias: str = ""
 
     def answer_form(self, *, in_thought: bool) -> AnswerForm:
         """How an answer is written, its reasoning opened by the prompt or not."""
@@ -129,7 +131,8 @@ class MarkedParser:
         if self._verbatim and self._in is _In.CONTENT and not self._is_fresh:
             return ()
         # Models open a call without closing their reasoning.
-        calls = (syntax.call_open, *syntax.dropped) if self._tools else ()
+        opened = (syntax.call_open, *([syntax.call_alias] if syntax.call_alias else []))
+        calls = (*opened, *syntax.dropped) if self._tools else ()
         if calls and syntax.inner is not None and self._in is _In.CONTENT:
             # Reasoning speaks of tags, and what it says of them must not hide the call behind it.
             calls += (syntax.inner[0], syntax.call_close)
@@ -167,7 +170,7 @@ class MarkedParser:
         syntax = self._syntax
         if self._in is _In.CALL:
             self._end_call(mark, pieces)
-        elif mark == syntax.call_open:
+        elif mark in (syntax.call_open, syntax.call_alias):
             self._in, self._open, self._close, self._body = _In.CALL, mark, syntax.call_close, ""
             if syntax.call_head is not None:
                 self._growing = GrowingCalls(syntax.call_head, self._tools)

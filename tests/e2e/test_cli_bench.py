@@ -39,6 +39,13 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (("experts", "--format", "int3"), "`--format int3` is not one of plain, fp8, int4, nvfp4"),
         (("experts", "--layers", "0"), "`--layers` is 0, the least is 1"),
         (("experts", "--rows", "none/rows.jsonl"), "`--rows none/rows.jsonl` cannot be written"),
+        (
+            ("experts", "--tokens", "9999999999"),
+            "`--tokens` has 9999999999, the most is 2147483647",
+        ),
+        (("experts", "--device", "xpu"), "`--device` is `xpu`"),
+        (("load", "--device", "xpu"), "`--device` is `xpu`"),
+        (("load", "--folder", "/proc"), "`--folder /proc` is no folder that can be written to"),
         (("experts", "--rows", "."), "`--rows .` cannot be written: Is a directory"),
         (("generate", "--layers", "-1"), "`--layers` is -1, the least is 1"),
         (("generate", "--prompt-tokens", "0"), "`--prompt-tokens` is 0, the least is 1"),
@@ -66,7 +73,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_flags_are_refused_before_anything_is_measured(
     run, flags: tuple[str, ...], message: str
 ) -> None:
-    done = run("bench", *flags, *TINY)
+    done = run("bench", flags[0], *TINY, *flags[1:])
     assert done.code == 2 and done.out == ""
     assert done.err.startswith(f"error: {message}")
 
@@ -74,7 +81,7 @@ def test_wrong_flags_are_refused_before_anything_is_measured(
 @pytest.mark.usefixtures("no_weights")
 def test_a_context_too_short_is_refused_before_loading(run) -> None:
     done = run("bench", "generate", "--context", "64", *TINY)
-    assert done.code == 1 and "do not fit the context of 64" in done.err
+    assert done.code == 2 and "do not fit the context of 64" in done.err
 
 
 @pytest.mark.usefixtures("no_weights")

@@ -99,6 +99,15 @@ def test_a_model_needs_something_to_run(run: Callable, tmp_path: Path) -> None:
     assert done.code == 2 and "there is nothing to run" in done.last_words[0]
 
 
+def test_a_trace_has_a_file_of_its_own(run: Callable, texts: Path) -> None:
+    """Before the model is read, which is none."""
+    args = ("profile", "none/none", "--text", texts / "prose.txt", "-o", texts / "p.npz")
+    done = run(*args, "--trace", texts / "p.npz")
+    assert done.code == 2 and "`--output` and `--trace` are the same file" in done.last_words[0]
+    done = run(*args, "--trace", texts / "none" / "trace")
+    assert done.code == 2 and "cannot be written: No such file" in done.last_words[0]
+
+
 def test_a_window_beyond_the_context_is_refused(run: Callable, chatty: Path, texts: Path) -> None:
     args = ("profile", chatty, "--device", "cpu", "--context", 16, "-o", texts / "p")
     done = run(*args, "--text", texts / "prose.txt")

@@ -192,6 +192,12 @@ def test_a_file_that_cannot_be_is_refused_before_anything_is_measured(
     assert not small_probe
 
 
+def test_a_device_that_is_none_is_refused(small_probe: list[int]) -> None:
+    with pytest.raises(ConfigError, match="`--device` is `xpu`"):
+        CliRunner().invoke(app, ["doctor", "--device", "xpu"], catch_exceptions=False)
+    assert not small_probe
+
+
 def test_the_command_prints_a_machine_of_the_package() -> None:
     done = CliRunner().invoke(app, ["doctor", "--machine", "rtx-4090"])
     assert done.exit_code == 0

@@ -95,6 +95,9 @@ def test_a_server_that_is_not_there_is_said() -> None:
         (["pocket"], "there is nothing to write"),
         (["http://x", "--slots", "0.5", "--json"], "are a server's own"),
         (["pocket", "-o", "heat.pdf"], "heat.pdf"),
+        (["pocket", "--slots", "nan", "--json"], "`--slots` is nan"),
+        (["pocket", "--half-life", "0", "--json"], "`--half-life` is 0"),
+        (["http://x:port", "--json"], "does not answer: nonnumeric port"),
         (["none.npz", "--json"], "there is no trace `none.npz`"),
     ],
 )

@@ -123,7 +123,7 @@ def test_what_is_missing() -> None:
 def test_file_that_is_no_machine(tmp_path: Path, text: str) -> None:
     file = tmp_path / "machine.json"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=r"cannot be read|does not describe a machine"):
+    with pytest.raises(ConfigError, match=r"is not JSON|does not describe a machine"):
         MachineDescription.load(file)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from checkpoints import rewrite
 from families import make_family
 from hotset.cli.main import app
-from hotset.core.errors import RequestError
+from hotset.core.errors import ConfigError, RequestError
 from hotset.runtime.verify import compare_answer, require_text, stock_model
 
 
@@ -50,7 +50,7 @@ def test_the_command_refuses_it_before_loading(
     file = tmp_path / "short.txt"
     file.write_text("a")
     result = CliRunner().invoke(app, ["verify", "pocket", "--device", "cpu", "--text", str(file)])
-    assert isinstance(result.exception, RequestError)
+    assert isinstance(result.exception, ConfigError)  # exit code 2: 1 is a wrong model's
     assert result.exception.message.startswith(f"`--text {file}` has 1 tokens")
 
 

@@ -17,7 +17,6 @@ from hotset.cli.bench_options import (
     Rows,
     Shape,
     case_name,
-    check_writable,
     report,
     weight_format,
 )
@@ -32,7 +31,9 @@ from hotset.cli.options import (
     Vram,
     check_count,
     engine_config,
+    named_by_flag,
 )
+from hotset.cli.outputs import check_writable
 from hotset.cli.plotting import check_plot_path
 from hotset.cli.progress import loading_bar
 from hotset.core.errors import CapacityError
@@ -66,7 +67,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     counts, shares = read_counts(tokens, "--tokens"), read_shares(hits, "--hits")
     weights = weight_format(format_)
     check_count("--layers", layers)
-    check_writable(rows)
+    check_writable(rows, flag="--rows")
     from hotset.bench.experts import ExpertsCase, bench_experts, half
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
@@ -75,7 +76,8 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     from hotset.kernels.dispatch import select_kernels
     from hotset.runtime.probe import choose_device
 
-    where = choose_device(device)
+    with named_by_flag():
+        where = choose_device(device)
     source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
     moe = source.geometry.layers
     pools = SlotPools.build(
@@ -127,13 +129,13 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     check_count("--layers", layers)
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--max-tokens", max_tokens, least=2)  # speed counts from the second one on
-    check_writable(rows)
+    check_writable(rows, flag="--rows")
     from hotset.bench.generate import bench_generate
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
 
     source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
-    with loading_bar() as progress:
+    with named_by_flag(), loading_bar() as progress:
         found = list(
             bench_generate(
                 source,
@@ -182,7 +184,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     check_count("--layers", layers)
     check_count("--offload-layers", offload_layers, least=0)
     check_count("--repeats", repeats)
-    check_writable(rows)
+    check_writable(rows, flag="--rows")
     if plot is not None:
         check_plot_path(plot)
     config = engine_config(

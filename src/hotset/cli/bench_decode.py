@@ -13,12 +13,12 @@ from hotset.cli.bench_options import (
     Rows,
     Shape,
     case_name,
-    check_writable,
     report,
     weight_format,
 )
 from hotset.cli.lists import read_counts
 from hotset.cli.options import Device, Json, Vram, check_count, engine_config
+from hotset.cli.outputs import check_writable
 from hotset.cli.plotting import check_plot_path
 from hotset.cli.progress import loading_bar
 from hotset.core.config import MAX_BATCH
@@ -88,7 +88,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
     check_count("--offload-layers", offload_layers, least=0)
     tokens = steps + 2 * SETTLE_STEPS  # of each row: those that do not count, and some to spare
     _check_lengths(batches, context=context, most_context=most_context, steps=steps, tokens=tokens)
-    check_writable(rows)
+    check_writable(rows, flag="--rows")
     if plot is not None:
         check_plot_path(plot)
     config = engine_config(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from hotset.cli.bench_options import Layers, Rows, Shape, case_name, check_writable, report
-from hotset.cli.options import Device, Json, check_count
+from hotset.cli.bench_options import Layers, Rows, Shape, case_name, report
+from hotset.cli.options import Device, Json, check_count, named_by_flag
+from hotset.cli.outputs import check_writable
 from hotset.core.errors import ConfigError
 
 # Names of `bench.random_checkpoint.FORMATS`, which would import torch for a help text.
@@ -47,18 +47,17 @@ def load(  # noqa: PLR0913 - one parameter for each flag
     check_count("--layers", layers)
     check_count("--threads", threads)
     check_count("--repeats", repeats)
-    check_writable(rows)
-    if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"`--folder {folder}` is no folder that can be written to")
+    check_writable(rows, flag="--rows")
     from hotset.bench.load import LoadBench
     from hotset.bench.random_checkpoint import write_random_checkpoint
     from hotset.bench.shapes import shape_config
     from hotset.checkpoint.loader import default_threads
     from hotset.runtime.probe import choose_device
 
-    where = choose_device(device)
+    with named_by_flag():
+        where = choose_device(device)
     config = shape_config(shape, num_layers=layers)
-    with tempfile.TemporaryDirectory(prefix="hotset-", dir=folder) as name:
+    with _scratch(folder) as name:
         write_random_checkpoint(Path(name), config, weights=format_)
         bench = LoadBench(Path(name), device=where, num_threads=threads or default_threads())
         try:
@@ -66,3 +65,19 @@ def load(  # noqa: PLR0913 - one parameter for each flag
             report(found, rows, as_json=as_json)
         finally:
             bench.close()
+
+
+def _scratch(folder: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """Where the checkpoint goes; removed with it.
+
+    Raises:
+        ConfigError: nothing can be made there.
+    """
+    try:
+        return tempfile.TemporaryDirectory(prefix="hotset-", dir=folder)
+    except OSError as error:
+        raise ConfigError(
+            f"`--folder {folder or tempfile.gettempdir()}` is no folder that can be written to: "
+            f"{error.strerror}",
+            hint="give one on the disk that is to be measured",
+        ) from error

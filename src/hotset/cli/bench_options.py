@@ -35,19 +35,6 @@ def case_name(shape: str, format_: str) -> str:
     return shape if format_ == "plain" else f"{shape} {format_}"
 
 
-def check_writable(file: Path | None) -> None:
-    """Refuses a file that rows cannot go to, before anything is measured."""
-    if file is None:
-        return
-    is_new = not file.exists()
-    try:
-        file.open("a").close()
-        if is_new:
-            file.unlink()
-    except OSError as error:
-        raise ConfigError(f"`--rows {file}` cannot be written: {error.strerror}") from error
-
-
 def report(rows: Iterable[Row], file: Path | None, *, as_json: bool) -> list[Row]:
     """Prints each row as it comes, then keeps them; returns them."""
     from hotset.bench.rows import append

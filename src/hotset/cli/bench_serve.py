@@ -12,7 +12,6 @@ from hotset.cli.bench_options import (
     Layers,
     Rows,
     Shape,
-    check_writable,
     report,
 )
 from hotset.cli.lists import read_counts, read_shares
@@ -25,6 +24,7 @@ from hotset.cli.options import (
     check_count,
     engine_config,
 )
+from hotset.cli.outputs import check_writable
 from hotset.cli.progress import loading_bar
 from hotset.core.config import MAX_BATCH, EngineConfig
 from hotset.core.errors import ConfigError
@@ -78,7 +78,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--tokens", tokens, least=2)
     check_count("--long-prompt", long_prompt, least=0)
-    check_writable(rows)
+    check_writable(rows, flag="--rows")
     config = engine_config(
         f"random {shape}", vram=vram, device=device, kernels=kernels, prefill_share=prefill_share
     )

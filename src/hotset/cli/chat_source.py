@@ -6,6 +6,7 @@ Both stream pieces of text, and both stop when the user interrupts. Knows no ter
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Generator, Iterator
@@ -189,7 +190,7 @@ class ServedSource:
             raise ConfigError(f"`{page}` refuses: {_reason(error)}", hint=hint) from error
         except (URLError, OSError, HTTPException) as error:
             raise HardwareError(
-                f"`{page}` does not answer: {error}",
+                f"`{page}` does not answer: {getattr(error, 'reason', error)}",
                 hint="start `hotset serve MODEL`, or name a model to load here",
             ) from error
         except (ValueError, LookupError, TypeError) as error:
@@ -259,7 +260,13 @@ def _reason(error: HTTPError) -> str:
 
 
 def is_url(target: str) -> bool:
-    """Whether it names a server, and no model."""
+    """Whether it names a server, and no model.
+
+    Raises:
+        ConfigError: it is the address of a server without the protocol.
+    """
+    if re.fullmatch(r"[\w.-]+:\d+(/.*)?", target):
+        raise ConfigError(f"`{target}` is no model", hint=f"a server is `http://{target}`")
     return target.startswith(("http://", "https://"))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hotset.cli.options import Device, Json
+from hotset.cli.options import Device, Json, named_by_flag
 from hotset.core.errors import ConfigError
 from hotset.core.machine import UNITS, MachineDescription
 from hotset.core.units import format_bytes
@@ -41,7 +41,10 @@ def doctor(
     Example: `hotset doctor -o my-machine.json`
     """
     if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise ConfigError(f"`--output` is `{output}`, which is no file in a folder that exists")
+        raise ConfigError(
+            f"`--output` is `{output}`, which is no file in a folder that exists",
+            hint="write `-o my-machine.json`",
+        )
     if machine is not None:
         if fresh or device is not None:
             raise ConfigError(
@@ -63,7 +66,8 @@ def doctor(
     from hotset.runtime.link import read_link
 
     typer.echo("measuring, or reading what was measured", err=True)
-    described = describe_machine(device, fresh=fresh)
+    with named_by_flag():
+        described = describe_machine(device, fresh=fresh)
     if output is not None:
         described.save(output)
     environment = Environment.read()

@@ -40,6 +40,7 @@ from hotset.cli.options import (
     engine_config,
     named_by_flag,
 )
+from hotset.cli.outputs import check_apart, check_writable
 from hotset.cli.progress import loading_bar
 from hotset.cli.sampling import (
     FrequencyPenalty,
@@ -55,7 +56,7 @@ from hotset.cli.sampling import (
 )
 from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
-from hotset.core.request import check_length, check_max_tokens
+from hotset.core.request import SamplingParams, check_length, check_max_tokens
 from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
@@ -155,13 +156,17 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     with named_by_flag():
         check_max_tokens(max_tokens)
     text = _prompt(prompt, prompt_file)
+    check_apart({"--record": record}, [("--prompt-file", prompt_file)])
+    check_writable(record, flag="--record")
     from hotset.api import Model
     from hotset.runtime.engine import Engine
     from hotset.runtime.weights import CheckpointWeights
 
     source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
-    ids = _encode(source, text, chat=chat)
-    planned = _plan_for(source, config, len(ids), max_tokens)
+    with named_by_flag():
+        ids = _encode(source, text, chat=chat)
+        SamplingParams(**sampling).check_vocab(source.geometry.vocab)
+        planned = _plan_for(source, config, len(ids), max_tokens)
     with loading_bar() as progress:
         engine = Engine(source, config, planned=planned, progress=progress)
     with Model(engine) as loaded, _recording(engine, record):

@@ -6,6 +6,7 @@ Fetches or replays, and hands on; the figures are `core.heat`'s.
 from __future__ import annotations
 
 import json
+from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
 from urllib.error import URLError
@@ -14,7 +15,7 @@ from urllib.request import urlopen
 
 import typer
 
-from hotset.cli.options import Json
+from hotset.cli.options import Json, named_by_flag
 from hotset.cli.plotting import check_plot_path
 from hotset.core.errors import ConfigError, HardwareError
 from hotset.core.heat import HeatMap
@@ -52,7 +53,8 @@ def heat(
         raise ConfigError("there is nothing to write", hint="give `-o heat.png`, or `--json`")
     if output is not None:
         check_plot_path(output, flag="--output")
-    found = _heat_of(source, slots=slots, half_life=half_life)
+    with named_by_flag():
+        found = _heat_of(source, slots=slots, half_life=half_life)
     if output is not None:
         from hotset.cli.heat_plot import draw_heat
 
@@ -87,9 +89,10 @@ def fetch_heat(url: str) -> HeatMap:
     try:
         with urlopen(page, timeout=_TIMEOUT_SECONDS) as answer:
             data = json.load(answer)
-    except (URLError, TimeoutError) as error:
+    except (URLError, OSError, HTTPException) as error:
         raise HardwareError(
-            f"`{page}` does not answer: {error}", hint="is `hotset serve` running there?"
+            f"`{page}` does not answer: {getattr(error, 'reason', error)}",
+            hint="is `hotset serve` running there?",
         ) from error
     except ValueError as error:
         raise ConfigError(f"`{page}` is not JSON: {error}") from error

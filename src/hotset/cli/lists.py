@@ -9,8 +9,11 @@ from hotset.core.config import MAX_TOKENS
 from hotset.core.errors import ConfigError
 
 
-def read_numbers(text: str, flag: str) -> list[float]:
+def read_numbers(text: str, flag: str, *, example: str = "0.25,0.5") -> list[float]:
     """The numbers, each once, in the order given.
+
+    Args:
+        example: for the hint.
 
     Raises:
         ConfigError: one is none; names the flag, as below.
@@ -20,7 +23,7 @@ def read_numbers(text: str, flag: str) -> list[float]:
     except ValueError as error:
         raise ConfigError(
             f"`{flag}` is `{text}`, which is not a list of numbers",
-            hint="write numbers separated by commas: `0.25,0.5`",
+            hint=f"write numbers separated by commas: `{example}`",
         ) from error
 
 
@@ -35,8 +38,10 @@ def read_shares(text: str, flag: str) -> list[float]:
 
 def read_counts(text: str, flag: str) -> list[int]:
     """Whole numbers from 1 on."""
-    numbers = read_numbers(text, flag)
+    numbers = read_numbers(text, flag, example="1,8")
     for number in numbers:
-        if not (number.is_integer() and 1 <= number <= MAX_TOKENS):
+        if not (number.is_integer() and number >= 1):
             raise ConfigError(f"`{flag}` has {number:g}, it must be whole numbers from 1 on")
+        if number > MAX_TOKENS:
+            raise ConfigError(f"`{flag}` has {number:.0f}, the most is {MAX_TOKENS}")
     return [int(number) for number in numbers]

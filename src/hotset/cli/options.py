@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from hotset.core.config import MAX_TOKENS, EngineConfig
-from hotset.core.errors import ConfigError, RequestError
+from hotset.core.errors import CapacityError, ConfigError, ContextLengthError, RequestError
 
 ModelArgument = Annotated[
     str,
@@ -142,15 +142,21 @@ def named_by_flag() -> Iterator[None]:
     """Calls a wrong option what it is on a command line: `top_p` is `--top-p`.
 
     Raises:
-        ConfigError: for a wrong parameter of a request too: on a command line it is a flag.
+        ConfigError: for a wrong request too: on a command line its parameters are flags.
+        CapacityError: for a request that is longer than the context.
     """
     try:
         yield
+    except ContextLengthError as error:
+        hint = "shorten the prompt, lower `--max-tokens`, or raise `--context`"
+        raise CapacityError(error.message, hint=hint) from error
     except (ConfigError, RequestError) as error:
-        if error.option is None:
+        if error.option is None and isinstance(error, ConfigError):
             raise
-        flag = f"`--{error.option.replace('_', '-')}`"
-        message = error.message.replace(f"`{error.option}`", flag)
+        message = error.message
+        if error.option is not None:
+            flag = f"`--{error.option.replace('_', '-')}`"
+            message = message.replace(f"`{error.option}`", flag)
         raise ConfigError(message, hint=error.hint) from error
 
 

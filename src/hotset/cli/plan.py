@@ -30,6 +30,7 @@ from hotset.cli.options import (
     WorkloadOption,
     engine_config,
 )
+from hotset.cli.outputs import table_console
 from hotset.cli.plan_table import plan_table
 from hotset.cli.speed_table import sweep_rows, sweep_table
 from hotset.core.config import EngineConfig
@@ -205,6 +206,4 @@ def _check_model(geometry: ModelGeometry, fingerprint: ModelFingerprint, name: s
 
 
 def _print(table: RenderableType) -> None:
-    from rich.console import Console
-
-    Console().print(table)
+    table_console().print(table)

@@ -137,7 +137,10 @@ def merge(
 @app.command()
 def score(
     profile: ProfileFile,
-    trace: Annotated[Path, typer.Argument(help="Trace of other text (see `profile --trace`).")],
+    trace: Annotated[
+        Path,
+        typer.Argument(metavar="TRACE", help="Trace of other text (see `hotset profile --trace`)."),
+    ],
     *,
     slots: Slots = DEFAULT_SLOTS,
     domain: Annotated[

@@ -24,6 +24,7 @@ from hotset.cli.options import (
     check_count,
     engine_config,
 )
+from hotset.cli.outputs import check_apart, check_writable
 from hotset.cli.progress import loading_bar, token_bar
 from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
@@ -103,6 +104,9 @@ def make(  # noqa: PLR0913 - one parameter for each flag
     check_count("--window", window)
     if not text and prompts is None:
         raise ConfigError("there is nothing to run", hint="give `--text FILE` or `--prompts FILE`")
+    read = [*(("--text", file) for file in text or ()), ("--prompts", prompts)]
+    check_apart({"--output": path, "--trace": keep_trace}, read)
+    check_writable(keep_trace, flag="--trace")
     words = {file: read_text(file, flag="--text") for file in text or ()}
     lines = None if prompts is None else read_text(prompts, flag="--prompts")
     from hotset.runtime.profiling import cut_text, read_prompts

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hotset.cli.outputs import table_console
 from hotset.core.profile import PolicyReplay, Profile, ProfileDiff
 from hotset.core.trace import Trace
 
@@ -64,7 +64,7 @@ def profile_data(profile: Profile, slots: Sequence[float]) -> dict[str, Any]:
 
 def print_profile(profile: Profile, slots: Sequence[float], *, title: str) -> None:
     """Prints a head, a line per layer, and all layers together."""
-    console = Console()
+    console = table_console()
     fingerprint = profile.fingerprint
     head = (
         f"{title}: {profile.model or 'a model'}, {len(fingerprint.num_experts)} layers, "
@@ -132,7 +132,7 @@ def diff_data(differences: Sequence[ProfileDiff]) -> dict[str, Any]:
 
 def print_diff(differences: Sequence[ProfileDiff], *, names: tuple[str, str]) -> None:
     """Prints what the second text loses with the first one's hot set."""
-    console = Console()
+    console = table_console()
     variation = differences[0].total_variation_L
     head = (
         f"{names[0]} against {names[1]}: uses differ by {variation.mean():.3f} "
@@ -160,7 +160,7 @@ def score_data(scores: Sequence[Score], trace: Trace) -> dict[str, Any]:
 
 def print_scores(scores: Sequence[Score], *, title: str) -> None:
     """Prints promise and truth side by side."""
-    console = Console()
+    console = table_console()
     console.print(Text(title, style="bold"), soft_wrap=True)
     table = Table(show_edge=False)
     for name in ("slots", "own text", "each layer", "all layers", "blindly", ""):

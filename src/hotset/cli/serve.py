@@ -45,6 +45,7 @@ from hotset.cli.options import (
     engine_config,
     named_by_flag,
 )
+from hotset.cli.outputs import check_writable
 from hotset.cli.progress import loading_bar
 from hotset.core import env
 from hotset.core.config import EngineConfig
@@ -177,6 +178,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
         )
         if engine != "hotset":
             _become(engine, engine_settings, server_settings, record=record, as_json=as_json)
+        check_writable(record, flag="--record")
         bound = bind(server_settings)
     with bound:
         _serve(engine_settings, server_settings, bound, record=record, as_json=as_json)

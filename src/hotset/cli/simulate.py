@@ -14,8 +14,10 @@ import typer
 
 from hotset.cli.lists import read_numbers, read_shares
 from hotset.cli.options import Device, Dtype, Ram, Revision, Vram, check_count, named_by_flag
+from hotset.cli.outputs import check_apart, check_writable
 from hotset.cli.simulate_model import DEFAULT_TOKENS, DEFAULT_WINDOW, find_trace
 from hotset.cli.simulate_output import print_results, to_rows
+from hotset.core.config import check_choice
 from hotset.core.costmodel import predict_step
 from hotset.core.errors import ConfigError
 from hotset.core.geometry import ModelGeometry
@@ -151,6 +153,16 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     check_count("--experts", experts, most=MAX_EXPERTS)
     check_count("--victims", victims, most=MAX_VICTIMS)
     check_count("--wish-lag", wish_lag, least=0, most=_MOST_LAG)
+    with named_by_flag():
+        check_choice("sequences", sequences, PARITIES)
+    shares, half_lives = (
+        read_shares(slots, "--slots"),
+        read_numbers(half_life, "--half-life", example="8,16"),
+    )
+    check_apart({"--trace": keep_trace, "--plot": plot}, [("--text", file) for file in text or ()])
+    check_writable(keep_trace, flag="--trace")
+    described = None if machine is None else MachineDescription.load(machine)
+    of_shape = None if shape is None else shape_geometry(shape)
     found = find_trace(
         trace,
         num_experts=experts,
@@ -170,17 +182,17 @@ def simulate(  # noqa: PLR0913 - one parameter for each flag
     profile = _profile(whole, profile_from, with_forecast=wants_forecast)
     conditions = _conditions(
         policies=list(dict.fromkeys(policy)) if policy else _default_policies(profile),
-        slots=read_shares(slots, "--slots"),
-        half_lives=read_numbers(half_life, "--half-life"),
+        slots=shares,
+        half_lives=half_lives,
         prior_weight=prior_weight,
     )
     replayed = whole.select(parity=sequences, domains=tuple(domain or ()))
     results = _run(replayed, conditions, profile, num_victims=victims, wish_lag=wish_lag)
     choices = best_half_life(results)
     speeds = None
-    if machine is not None:
-        geometry = found.geometry or shape_geometry(shape)
-        speeds = tokens_per_second(results, machine=machine, geometry=geometry)
+    geometry = found.geometry or of_shape
+    if described is not None and geometry is not None:
+        speeds = tokens_per_second(results, machine=described, geometry=geometry)
     if plot is not None:
         from hotset.cli.simulate_plot import draw
 
@@ -201,13 +213,12 @@ def _check_prediction(machine: str | None, shape: str | None, *, is_model: bool)
         raise ConfigError("a prediction needs both `--machine` and `--shape`")
 
 
-def shape_geometry(shape: str | None) -> ModelGeometry:
+def shape_geometry(shape: str) -> ModelGeometry:
     """Of a published shape.
 
     Raises:
         ConfigError: there is none of that name.
     """
-    assert shape is not None
     # These import torch, which would make `--help` wait.
     from hotset.bench.shapes import shape_config
     from hotset.models.geometry import build_meta
@@ -216,16 +227,15 @@ def shape_geometry(shape: str | None) -> ModelGeometry:
 
 
 def tokens_per_second(
-    results: list[Result], *, machine: str, geometry: ModelGeometry
+    results: list[Result], *, machine: MachineDescription, geometry: ModelGeometry
 ) -> list[float]:
     """What each result is worth: decoding with 4,096 tokens in the cache, every layer at the
     result's hit rate.
 
     Raises:
-        ConfigError: no such machine, or it lacks a rate.
+        ConfigError: the machine lacks a rate.
     """
-    description = MachineDescription.load(machine)
-    rates = description.rates(record_bytes=geometry.layers[0].expert.record_bytes)
+    rates = machine.rates(record_bytes=geometry.layers[0].expert.record_bytes)
     used = [float(layer.top_k) for layer in geometry.layers]
     steps = (
         predict_step(

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from hotset.cli.outputs import table_console
 from hotset.core.half_life import HalfLifeChoice
 from hotset.core.simulator import Result
 from hotset.core.trace import Trace
@@ -68,10 +69,9 @@ def print_results(
 ) -> None:
     """Prints hit rates to stdout: a row per policy, a column per number of slots. Predicted
     tokens/s, where there are any, in a table of the same form."""
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console()
+    console = table_console()
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print("\nhit rate by share of experts with a slot")
     slots = list(dict.fromkeys(result.condition.slots for result in results))

@@ -23,6 +23,7 @@ from hotset.cli.options import (
     Revision,
     Vram,
     engine_config,
+    named_by_flag,
 )
 from hotset.cli.progress import loading_bar
 from hotset.cli.text import read_text
@@ -77,14 +78,12 @@ def verify(  # noqa: PLR0913 - one parameter for each flag
     )
     sample = _read_text(text)
     from hotset.runtime.engine import Engine
-    from hotset.runtime.verify import require_text
     from hotset.runtime.verify import verify as run
     from hotset.runtime.weights import CheckpointWeights
 
     source = CheckpointWeights(model, dtype=config.dtype, revision=config.revision)
     config = _with_slots(config, source)
-    ids = source.text.encode(sample)[:_NUM_TOKENS]
-    require_text(ids, "the text" if text is None else f"`--text {text}`")
+    ids = _encode(source, sample, text)
     checks = []
     with loading_bar() as progress:
         engine = Engine(source, config, progress=progress)
@@ -109,6 +108,20 @@ def _read_text(file: Path | None) -> str:
     if file is None:
         return (resources.files("hotset") / "data" / "verify.txt").read_text(encoding="utf-8")
     return read_text(file, flag="--text")
+
+
+def _encode(source: CheckpointWeights, sample: str, file: Path | None) -> list[int]:
+    """Its first tokens.
+
+    Raises:
+        ConfigError: they are too few.
+    """
+    from hotset.runtime.verify import require_text
+
+    ids = source.text.encode(sample)[:_NUM_TOKENS]
+    with named_by_flag():
+        require_text(ids, "the text" if file is None else f"`--text {file}`")
+    return ids
 
 
 def _with_slots(config: EngineConfig, source: CheckpointWeights) -> EngineConfig:

@@ -129,14 +129,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self._check_types()
-        _check_choice("device", self.device, DEVICES)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kernels", self.kernels, KERNELS)
-        _check_choice("staging", self.staging, STAGING)
-        _check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kernels", self.kernels, KERNELS)
+        check_choice("staging", self.staging, STAGING)
+        check_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
         if self.workload is not None:
             parse_workload(self.workload)
-        _check_choice("policy", self.policy, tuple(POLICIES))
+        check_choice("policy", self.policy, tuple(POLICIES))
         _check_range("vram", self.vram_bytes, 0, MAX_BYTES)
         _check_range("ram", self.ram_bytes, 1, MAX_BYTES)
         _check_range("context", self.context_tokens, 2, MAX_TOKENS)
@@ -207,7 +207,12 @@ class EngineConfig:
                 yield OPTION_NAMES.get(field.name, field.name), field.name
 
 
-def _check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is none of the choices; `None` passes.
+
+    Raises:
+        ConfigError: with the choice that was probably meant, or all of them.
+    """
     if value is not None and value not in choices:
         meant = _SHORT.get(value.lower()) or next(iter(get_close_matches(value, choices, n=1)), "")
         hint = f"did you mean `{meant}`?" if meant in choices else f"one of {', '.join(choices)}"

@@ -56,6 +56,7 @@ measurement, and what the vendor promises, which no program reaches."""
 LANE_GTS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0}
 
 _IN_PACKAGE = Path(__file__).parents[1] / "data" / "machines"
+_WRITTEN_BY = "give a file that `hotset doctor -o FILE` wrote"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,8 +276,14 @@ class MachineDescription:
             names = f"give a file, or one of {', '.join(shipped_machines())}"
             hint = f"did you mean `{close[0]}`?" if close else names
             raise ConfigError(f"there is no machine `{name}`", hint=hint) from error
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"machine file `{path}` cannot be read: {error}") from error
+        except OSError as error:
+            raise ConfigError(
+                f"machine file `{path}` cannot be read: {error.strerror}", hint=_WRITTEN_BY
+            ) from error
+        except ValueError as error:
+            raise ConfigError(
+                f"machine file `{path}` is not JSON: {error}", hint=_WRITTEN_BY
+            ) from error
         found = cls.from_dict(data, where=str(name))
         first, last = found.dates
         days = f"{first}" if first == last else f"{first} to {last}"

@@ -270,7 +270,12 @@ class Profile:
                 replay=PolicyReplay.from_json(data["replay"]) if "replay" in data else None,
                 **{key: str(data[key]) for key in ("model", "source", "license")},
             )
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+        except OSError as error:
+            raise CheckpointError(
+                f"profile `{path}` cannot be read: {error.strerror or error}",
+                hint="give a file that `hotset profile` wrote",
+            ) from error
+        except (ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"`{path}` is not a readable profile: {error!r}") from error
         profile._check(path)
         return profile

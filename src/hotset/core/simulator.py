@@ -63,7 +63,9 @@ class Condition:
         if self.policy not in known:
             raise ConfigError(f"unknown policy `{self.policy}`", hint=f"one of {', '.join(known)}")
         if not 0 <= self.slots <= 1:
-            raise ConfigError(f"`slots` is {self.slots:g}, it is a fraction of the experts, 0..1")
+            raise ConfigError(
+                f"`slots` is {self.slots:g}, it is a fraction of the experts, 0..1", option="slots"
+            )
         if (self.half_life is not None) != (self.policy == HalfLife.name):
             raise ConfigError(f"`half_life` belongs to policy `{HalfLife.name}`, and only to it")
 

@@ -218,7 +218,7 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
         trace = trace_npz.read_npz(path, num_experts=num_experts)
     else:
         raise CheckpointError(
-            f"`{path}` is not a trace: it begins with {magic!r}",
+            f"`{path}` is not a trace: it {f'begins with {magic!r}' if magic else 'is empty'}",
             hint="a trace is a file of this package's own, or an .npz archive of expert ids",
         )
     if num_experts is not None and set(trace.num_experts) != {num_experts}:

@@ -7,6 +7,7 @@ import platform
 
 import torch
 
+from hotset.core.config import DEVICES, check_choice
 from hotset.core.errors import HardwareError
 from hotset.core.hardware import HostMemory, Machine
 
@@ -18,6 +19,7 @@ def probe_machine(device: str | None = None) -> Machine:
         device: `cuda`, `cpu`, or `None` for CUDA where there is a GPU.
 
     Raises:
+        ConfigError: another name.
         HardwareError: CUDA is asked for and not there.
     """
     host, cores = HostMemory.read(), len(os.sched_getaffinity(0))
@@ -45,8 +47,10 @@ def choose_device(device: str | None) -> torch.device:
     """The device for `cuda`, `cpu` or auto.
 
     Raises:
+        ConfigError: another name.
         HardwareError: CUDA is asked for and not there.
     """
+    check_choice("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise HardwareError(
             "there is no CUDA device that torch can use",

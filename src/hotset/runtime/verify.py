@@ -95,6 +95,7 @@ def require_text(text_ids: Sequence[int], name: str = "the text") -> None:
     if len(text_ids) < 2:
         raise RequestError(
             f"{name} has {len(text_ids)} tokens, at least 2 are needed to verify anything",
+            option="text",
             hint="give a text of a few sentences",
         )
 

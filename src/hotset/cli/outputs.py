@@ -1,0 +1,69 @@
+"""What commands write: files that are looked at before any work is done, tables that are not cut.
+
+Knows paths and flags; what goes into a file is its writer's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hotset.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Below this rich leaves out columns of a table, or all of it; a terminal only breaks its lines.
+_LEAST_COLUMNS = 60
+
+
+def check_writable(file: Path | None, *, flag: str) -> None:
+    """Refuses a file that cannot be written, before anything is loaded or measured; `None` passes.
+
+    What the file has is left as it is.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    if file is None:
+        return
+    is_new = not file.exists()
+    try:
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        raise ConfigError(f"`{flag} {file}` cannot be written: {error.strerror}") from error
+
+
+def check_apart(
+    written: Mapping[str, Path | None], read: Iterable[tuple[str, Path | None]] = ()
+) -> None:
+    """Refuses a file to write that another flag names as well: one of the two would be lost.
+
+    Args:
+        written: files by their flags; `None` where not given.
+        read: flags and their files.
+
+    Raises:
+        ConfigError: names both flags.
+    """
+    seen = {path.resolve(): flag for flag, path in read if path is not None}
+    for flag, path in written.items():
+        if path is None:
+            continue
+        other = seen.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise ConfigError(
+                f"`{other}` and `{flag}` are the same file, `{path}`",
+                hint=f"give `{flag}` a name of its own",
+            )
+
+
+def table_console() -> Console:
+    """For tables on stdout, however narrow the terminal says it is."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.width >= _LEAST_COLUMNS else Console(width=_LEAST_COLUMNS)

@@ -64,6 +64,7 @@ def test_a_usual_prompt_is_read_once() -> None:
     assert encoder.seen == [4000]
 
 
+USER: Message = {"role": "user", "content": "Where?"}
 CALL: Message = {
     "role": "assistant",
     "content": "",
@@ -90,10 +91,37 @@ def test_arguments_of_earlier_calls_as_the_template_wants_them(
     """DeepSeek's templates paste them as text; the others make text, or parts, of an object."""
     calls = "{% for call in m.tool_calls or [] %}<" + printed + ">{% endfor %}"
     template = "{% for m in messages %}" + calls + "{{ m.content }}{% endfor %}"
-    byte_tokenizer(template=template).save_pretrained(tmp_path)
-    text = Text(tmp_path, tiny_config("qwen3_moe"))
-    asked = Ask(messages=[{"role": "user", "content": "Where?"}, CALL])
-    assert text.decode(Prompts(text, context_tokens=1000).ids(asked)) == f"Where?<{want}>"
+    assert rendered(tmp_path, template, [USER, CALL]) == f"Where?<{want}>"
+
+
+@pytest.mark.parametrize(
+    ("printed", "want"),
+    [
+        ("{{ m.reasoning_content }}", "Hm."),
+        # gpt-oss's: reasoning beside content of a turn that calls is refused.
+        (
+            "{% set message = m %}{% if message.content and message.thinking and message.tool_calls"
+            " %}{{ raise_exception('both') }}{% endif %}{{ message.thinking }}",
+            "Hm.\n\nSoon.",
+        ),
+        ("{% set message = m %}{{ message.thinking }}", "Hm."),
+        ("{% set message = m %}{% if 'thinking' in message %}yes{% endif %}", "yes"),
+    ],
+)
+def test_reasoning_of_earlier_turns_as_the_template_reads_it(
+    tmp_path: Path, printed: str, want: str
+) -> None:
+    template = "{% for m in messages %}{% if m.role == 'assistant' %}<" + printed + ">"
+    turn = {**CALL, "content": "Soon.", "reasoning_content": "Hm."}
+    made = rendered(tmp_path, template + "{% endif %}{{ m.content }}{% endfor %}", [USER, turn])
+    said = "" if "Soon." in want else "Soon."
+    assert made == f"Where?<{want}>{said}"
+
+
+def rendered(folder: Path, template: str, messages: list[Message]) -> str:
+    byte_tokenizer(template=template).save_pretrained(folder)
+    text = Text(folder, tiny_config("qwen3_moe"))
+    return text.decode(Prompts(text, context_tokens=1000).ids(Ask(messages=messages)))
 
 
 def test_what_a_client_is_told(server: Scripted) -> None:

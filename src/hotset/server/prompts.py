@@ -15,8 +15,10 @@ from jinja2 import Environment, TemplateError, meta
 
 from hotset.core.errors import ContextLengthError, RequestError
 from hotset.runtime.text import Text
+from hotset.server import earlier_thoughts
 from hotset.server.ask import Ask, Message
 from hotset.server.earlier_calls import wants_text, with_text
+from hotset.server.earlier_thoughts import reads_other_name, renamed
 from hotset.server.parsers.registry import reasons
 from hotset.server.system_turns import PROBE, placed, shows_all
 
@@ -64,10 +66,16 @@ class Prompts:
         variables = self._variables(ask)
         if ask.tools and ask.tool_choice != "none":
             variables["tools"] = [tool.to_template() for tool in ask.tools]
-        messages = placed(ask.messages, anywhere=lambda: self._takes_system_anywhere)
+        return self._text.encode_chat(self._as_read(ask.messages), **variables)
+
+    def _as_read(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages in the form that the template reads."""
+        messages = placed(messages, anywhere=lambda: self._takes_system_anywhere)
+        if reads_other_name(self._text.chat_template):
+            messages = renamed(messages, beside_content=lambda: self._takes_thoughts_with_content)
         if any(message.get("tool_calls") for message in messages) and self._wants_text_arguments:
             messages = with_text(messages)
-        return self._text.encode_chat(messages, **variables)
+        return messages
 
     def _check_size(self, texts: Sequence[str], max_tokens: int | None) -> None:
         """Refuses what is far too long for the context, after as much work as one that is not.
@@ -100,6 +108,11 @@ class Prompts:
         """Whether the template prints system messages that do not come first."""
         rendered = self._rendered(PROBE)
         return rendered is not None and shows_all(rendered)
+
+    @cached_property
+    def _takes_thoughts_with_content(self) -> bool:
+        """Whether a turn that calls may have both."""
+        return self._rendered(earlier_thoughts.PROBE) is not None
 
     @cached_property
     def _wants_text_arguments(self) -> bool:

@@ -4,8 +4,7 @@
     [weather(city="Oslo"), news()]
 
 Llama 4 answers with calls from the first character, or with none. The first form is what its
-template asks for, the second what Meta's own prompts do
-(https://www.llama.com/docs/model-cards-and-prompt-formats/llama4_omni); both may stand between
+template asks for, the second what Meta's own prompts do; both may stand between
 `<|python_start|>` and `<|python_end|>`. LFM2 writes the second between marks of its own.
 """
 

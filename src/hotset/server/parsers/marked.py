@@ -190,9 +190,8 @@ class MarkedParser:
         num_begun = 0 if growing is None else growing.num_begun
         if not self._open:
             self._body, close = self._body + close, ""
-        calls = self._read(whole=close == self._syntax.call_close or self._ends_within())[
-            num_begun:
-        ]
+        whole = close == self._syntax.call_close or self._ends_within()
+        calls = self._read(whole=whole)[num_begun:]
         if all(call.name in self._tools for call in calls) and (calls or num_begun):
             self._turn(_In.CONTENT)
             for call in calls:

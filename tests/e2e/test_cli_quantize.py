@@ -177,6 +177,26 @@ def test_what_cannot_be_quantised_is_refused(
     assert code == 1 and "needs a multiple of 32" in err
 
 
+def test_an_interrupted_one_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the same command can be given again."""
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    output = tmp_path / "new"
+
+    def interrupt(*_: object) -> None:
+        assert list(output.glob("*.safetensors")), "shards are written by now"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hotset.checkpoint.shrink._copy_texts", interrupt)
+        code, _, err = run(capsys, "quantize", plain.folder, "-o", output)
+    assert code == 130 and err.endswith("error: interrupted\n")
+    assert list(output.iterdir()) == []
+    code, _, _ = run(capsys, "quantize", plain.folder, "-o", output)
+    assert code == 0
+
+
 def test_names_on_the_command_line_are_those_of_the_formats() -> None:
     assert set(FORMATS) == set(TARGETS)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from hotset.cli.outputs import check_apart, check_writable, table_console
+from hotset.cli.outputs import check_apart, check_writable, table_console, whole_file
 from hotset.core.errors import ConfigError
 
 
@@ -36,6 +36,20 @@ def test_a_file_is_written_once_and_not_read_too(tmp_path: Path) -> None:
     # One text may be read twice, and what is not given is nothing.
     read = [("--text", other), ("--text", same), ("--prompts", None)]
     check_apart({"--output": tmp_path / "b", "--trace": None}, read)
+
+
+def test_a_file_is_replaced_only_by_a_whole_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text("earlier")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as file:
+        file.write_text("half")
+        raise KeyboardInterrupt
+    assert path.read_text() == "earlier" and not file.exists()
+    with whole_file(path) as file:
+        file.write_text("whole")
+    assert path.read_text() == "whole" and not file.exists()
+    with pytest.raises(ConfigError, match="cannot be written"), whole_file(tmp_path) as file:
+        file.touch()
 
 
 @pytest.mark.parametrize("columns", ["0", "20", "59", "200"])

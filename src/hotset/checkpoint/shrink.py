@@ -12,6 +12,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -71,7 +72,8 @@ def shrink(
 ) -> Shrunk:
     """Quantises the experts of a checkpoint into a new folder.
 
-    The config is written last, so that a folder that was left half-done is none that loads.
+    The config is written last, so that a folder that was left half-done is none that loads; where
+    the process lives to see it, what was written is removed.
 
     Args:
         folder: the checkpoint.
@@ -100,10 +102,23 @@ def shrink(
             if progress is not None:
                 progress(done, total)
 
-        write_shards(output, pieces, progress=report)
-    config = quantization_config(target, ignored=_linear_names(keys))
-    _copy_texts(folder, output, MXFP4_CONFIG if has_fused_layout(keys) else config)
+        config = quantization_config(target, ignored=_linear_names(keys))
+        with _empty_unless_done(output):
+            write_shards(output, pieces, progress=report)
+            _copy_texts(folder, output, MXFP4_CONFIG if has_fused_layout(keys) else config)
     return Shrunk(index.total_bytes, total, sum(count for _, count in experts))
+
+
+@contextmanager
+def _empty_unless_done(output: Path) -> Iterator[None]:
+    """Takes what was written away again where the block breaks off, an interrupt included, so that
+    the same command can be given once more."""
+    try:
+        yield
+    except BaseException:
+        for file in output.iterdir():
+            file.unlink()
+        raise
 
 
 def has_fused_layout(keys: KeyMap) -> bool:

@@ -1,11 +1,15 @@
-"""What commands write: files that are looked at before any work is done, tables that are not cut.
+"""What commands write: files looked at before any work is done and replaced only when it is, tables
+that are not cut.
 
 Knows paths and flags; what goes into a file is its writer's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +63,27 @@ def check_apart(
                 f"`{other}` and `{flag}` are the same file, `{path}`",
                 hint=f"give `{flag}` a name of its own",
             )
+
+
+@contextmanager
+def whole_file(path: Path | None) -> Iterator[Path]:
+    """Gives a file to write to, which is copied to `path` when the block ends well.
+
+    What an interrupted command would have replaced is left as it was. Without a `path` the file is
+    forgotten.
+
+    Raises:
+        ConfigError: the copy cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="hotset-") as folder:
+        file = Path(folder) / "whole"
+        yield file
+        if path is None:
+            return
+        try:
+            shutil.copyfile(file, path)
+        except OSError as error:
+            raise ConfigError(f"`{path}` cannot be written: {error.strerror}") from error
 
 
 def table_console() -> Console:

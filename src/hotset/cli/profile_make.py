@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,7 +23,7 @@ from hotset.cli.options import (
     check_count,
     engine_config,
 )
-from hotset.cli.outputs import check_apart, check_writable
+from hotset.cli.outputs import check_apart, check_writable, whole_file
 from hotset.cli.progress import loading_bar, token_bar
 from hotset.cli.text import amount, read_text
 from hotset.core.errors import ConfigError
@@ -121,8 +120,8 @@ def make(  # noqa: PLR0913 - one parameter for each flag
     if prompts is not None and lines is not None:
         excerpts += read_prompts(source.text, prompts, lines, num_answer=max_tokens)
     files = [*words, *([prompts] if prompts else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        trace = record_texts(source, config, excerpts, keep_trace or Path(folder) / "trace", files)
+    with whole_file(keep_trace) as recorded:
+        trace = record_texts(source, config, excerpts, recorded, files)
     counted = Profile.from_trace(trace, with_forecast=forecast and path.suffix == ".npz")
     profile = replace(counted, replay=HitCurve.from_trace(trace).replayed())
     save_profile(profile, path)

@@ -5,12 +5,12 @@ Knows flags and files; how a model is recorded is `runtime/profiling`'s.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hotset.cli.options import check_count, engine_config
+from hotset.cli.outputs import whole_file
 from hotset.cli.profile_make import record_texts
 from hotset.cli.text import read_text
 from hotset.core.errors import CheckpointError, ConfigError
@@ -125,7 +125,6 @@ def _record(
         for excerpt in cut_text(source.text, content, domain=file.stem, window=window, most=tokens)
     ]
     _check_enough(len(excerpts), num_wanted)
-    with tempfile.TemporaryDirectory() as folder:
-        path = keep or Path(folder) / "trace"
-        trace = record_texts(source, config, excerpts, path, list(words))
+    with whole_file(keep) as recorded:
+        trace = record_texts(source, config, excerpts, recorded, list(words))
     return Recording(trace, source.geometry)

@@ -47,6 +47,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (("load", "--device", "xpu"), "`--device` is `xpu`"),
         (("load", "--folder", "/proc"), "`--folder /proc` is no folder that can be written to"),
         (("experts", "--rows", "."), "`--rows .` cannot be written: Is a directory"),
+        (("experts", "--layers", "1025"), "`--layers` is 1025, the most is 1024"),
         (("generate", "--layers", "-1"), "`--layers` is -1, the least is 1"),
         (("generate", "--prompt-tokens", "0"), "`--prompt-tokens` is 0, the least is 1"),
         (("generate", "--max-tokens", "1"), "`--max-tokens` is 1, the least is 2"),

@@ -42,6 +42,8 @@ UNKNOWN = "model type `x` is not known to transformers "
         ({"model_type": None}, "has no `model_type`"),
         ({"dtype": "float3"}, "`dtype` is 'float3', which is no dtype of torch"),
         ({"torch_dtype": 5}, "`torch_dtype` is 5, which is no dtype of torch"),
+        ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000, the most is 1024"),
+        ({"text_config": {"num_hidden_layers": 1025}}, "is 1025, the most is 1024"),
         ({"hidden_size": "a"}, "Field 'hidden_size' expected int"),
     ],
 )

@@ -17,6 +17,7 @@ from hotset.cli.bench_options import (
     Rows,
     Shape,
     case_name,
+    check_layers,
     report,
     weight_format,
 )
@@ -66,7 +67,7 @@ def experts(  # noqa: PLR0913 - one parameter for each flag
     """
     counts, shares = read_counts(tokens, "--tokens"), read_shares(hits, "--hits")
     weights = weight_format(format_)
-    check_count("--layers", layers)
+    check_layers(layers)
     check_writable(rows, flag="--rows")
     from hotset.bench.experts import ExpertsCase, bench_experts, half
     from hotset.bench.random_weights import RandomWeights
@@ -126,7 +127,7 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
         kernels=kernels,
     )
     weights = weight_format(format_)
-    check_count("--layers", layers)
+    check_layers(layers)
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--max-tokens", max_tokens, least=2)  # speed counts from the second one on
     check_writable(rows, flag="--rows")
@@ -181,7 +182,7 @@ def prefill(  # noqa: PLR0913 - one parameter for each flag
     lengths = read_counts(tokens, "--tokens")
     (share,) = read_shares(str(slots), "--slots")
     weights = weight_format(format_)
-    check_count("--layers", layers)
+    check_layers(layers)
     check_count("--offload-layers", offload_layers, least=0)
     check_count("--repeats", repeats)
     check_writable(rows, flag="--rows")

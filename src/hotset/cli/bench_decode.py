@@ -13,6 +13,7 @@ from hotset.cli.bench_options import (
     Rows,
     Shape,
     case_name,
+    check_layers,
     report,
     weight_format,
 )
@@ -84,7 +85,7 @@ def decode(  # noqa: PLR0913 - one parameter for each flag
 
     choices = [PolicyChoice.parse(part) for part in policies.split(",")]
     batches = read_counts(batch, "--batch")
-    check_count("--layers", layers)
+    check_layers(layers)
     check_count("--offload-layers", offload_layers, least=0)
     tokens = steps + 2 * SETTLE_STEPS  # of each row: those that do not count, and some to spare
     _check_lengths(batches, context=context, most_context=most_context, steps=steps, tokens=tokens)

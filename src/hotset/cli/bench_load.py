@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from hotset.cli.bench_options import Layers, Rows, Shape, case_name, report
+from hotset.cli.bench_options import Layers, Rows, Shape, case_name, check_layers, report
 from hotset.cli.options import Device, Json, check_count, named_by_flag
 from hotset.cli.outputs import check_writable
 from hotset.core.errors import ConfigError
@@ -44,7 +44,7 @@ def load(  # noqa: PLR0913 - one parameter for each flag
     """
     if format_ not in FORMATS:
         raise ConfigError(f"`--format {format_}` is not one of {', '.join(FORMATS)}")
-    check_count("--layers", layers)
+    check_layers(layers)
     check_count("--threads", threads)
     check_count("--repeats", repeats)
     check_writable(rows, flag="--rows")

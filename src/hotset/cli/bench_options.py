@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hotset.cli.options import check_count
 from hotset.core.errors import ConfigError
 from hotset.core.formats import USUAL, WeightFormat
+from hotset.core.geometry import MAX_LAYERS
 from hotset.core.units import format_bytes
 
 if TYPE_CHECKING:
     from hotset.bench.rows import Row
 
 Shape = Annotated[str, typer.Option(help="Published shape, e.g. `qwen3-30b-a3b`, or `tiny`.")]
-Layers = Annotated[int | None, typer.Option(help="Cut the depth to this many layers.")]
+Layers = Annotated[int | None, typer.Option(help="Layers, instead of as many as the shape has.")]
 Format = Annotated[
     str, typer.Option("--format", help=f"Format of experts' weights: {', '.join(USUAL)}.")
 ]
@@ -28,6 +30,10 @@ def weight_format(name: str) -> WeightFormat:
     if name not in USUAL:
         raise ConfigError(f"`--format {name}` is not one of {', '.join(USUAL)}")
     return USUAL[name]
+
+
+def check_layers(layers: int | None) -> None:
+    check_count("--layers", layers, most=MAX_LAYERS)
 
 
 def case_name(shape: str, format_: str) -> str:

@@ -12,6 +12,7 @@ from hotset.cli.bench_options import (
     Layers,
     Rows,
     Shape,
+    check_layers,
     report,
 )
 from hotset.cli.lists import read_counts, read_shares
@@ -74,7 +75,7 @@ def serve(  # noqa: PLR0913 - one parameter for each flag
     """
     counts = _read_streams(streams)
     shares = read_shares(slots, "--slots")
-    check_count("--layers", layers)
+    check_layers(layers)
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--tokens", tokens, least=2)
     check_count("--long-prompt", long_prompt, least=0)

@@ -13,6 +13,9 @@ from enum import Enum
 from hotset.core.formats import PLAIN, WeightFormat
 from hotset.core.record import RecordLayout
 
+MAX_LAYERS = 1024
+"""More decoder layers than any model has; to build a million, a mistake, would take all memory."""
+
 
 class GateForm(Enum):
     """How the two halves of the first projection become one, with `a` the activation.

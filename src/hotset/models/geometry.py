@@ -23,7 +23,14 @@ from hotset.checkpoint.files import read_json
 from hotset.checkpoint.params import ExpertParam
 from hotset.core.config import DTYPES
 from hotset.core.errors import CheckpointError
-from hotset.core.geometry import AttentionLayer, ExpertSpec, Gate, ModelGeometry, MoELayer
+from hotset.core.geometry import (
+    MAX_LAYERS,
+    AttentionLayer,
+    ExpertSpec,
+    Gate,
+    ModelGeometry,
+    MoELayer,
+)
 from hotset.core.record import DTYPE_BYTES
 from hotset.models.attention_probe import find_attention
 from hotset.models.footprint import Footprint, measure
@@ -81,11 +88,13 @@ def read_config(folder: Path) -> PretrainedConfig:
     """`config.json` of a folder as transformers understands it.
 
     Raises:
-        CheckpointError: it is missing, not JSON, or of an unknown model type or dtype.
+        CheckpointError: it is missing, not JSON, or of an unknown model type or dtype, or says more
+            layers than any model has.
     """
     path = folder / "config.json"
     raw = read_json(path)
     _check_dtypes(path, raw)
+    _check_depth(path, raw)
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, *_BAD_CONFIG) as error:
@@ -115,9 +124,24 @@ def _refuse_unknown_type(path: Path, raw: dict[str, Any]) -> None:
     )
 
 
-def _check_dtypes(path: Path, raw: dict[str, Any]) -> None:
+def _parts(raw: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The config, and that of the text model within it."""
     text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, dict) else {}):
+    return (raw, text) if isinstance(text, dict) else (raw,)
+
+
+def _check_depth(path: Path, raw: dict[str, Any]) -> None:
+    for part in _parts(raw):
+        value = part.get("num_hidden_layers")
+        if isinstance(value, int) and value > MAX_LAYERS:
+            raise CheckpointError(
+                f"`{path}`: `num_hidden_layers` is {value}, the most is {MAX_LAYERS}",
+                hint=_PUBLISHED_HINT,
+            )
+
+
+def _check_dtypes(path: Path, raw: dict[str, Any]) -> None:
+    for part in _parts(raw):
         for key in ("dtype", "torch_dtype"):
             value = part.get(key)
             name = str(value).removeprefix("torch.")

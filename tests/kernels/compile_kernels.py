@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from ptx_waits import ahead_of_wait
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -84,9 +85,20 @@ class Compiled:
         return rows
 
 
+def launch_dependently() -> None:
+    """As cards do that can, though no tensor here lies on one; see `hotset.kernels.dependent`."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("hotset.kernels.") and hasattr(module, "dependent_launch"):
+            module.dependent_launch = lambda device: {"DEPENDENT": True, "launch_pdl": True}
+
+
 def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
     ptx = kernel.asm["ptx"]
+    types = kernel.src.signature.items()
+    read, written = ahead_of_wait(ptx, [key for key, type_ in types if type_ != "constexpr"])
     return {
+        "read_ahead": read,
+        "written_ahead": written,
         "case": case,
         "kernel": name,
         "shared_bytes": kernel.metadata.shared,
@@ -168,6 +180,7 @@ def sampling(case: Callable[..., None], dtype: torch.dtype) -> None:
 
 def main(capability: int) -> None:
     compiled = Compiled()
+    launch_dependently()
     driver.set_active(AbsentGPU(capability))
     JITFunction.__getitem__ = lambda *bound: compiled.launcher(*bound)  # noqa: PLW0108
     moe_grouped.shared_memory_bytes = lambda device: SHARED_BYTES[capability]
@@ -199,10 +212,13 @@ def main(capability: int) -> None:
     case("combine", combine.combine, y_TKH, torch.empty(4, 8), torch.bfloat16)
     ranges = group_ranges(ids_TK[:4], 128, block_tokens=64, most_rows=256)
     window, sum_TH = (16, 80, 0, 4), torch.empty(4, 2048)
-    sums = {"ranges": ranges, "window": window, "sum_TH": sum_TH, "out_TH": sum_TH.bfloat16()}
-    case("accumulate", moe_prompt.accumulate, y_TKH[0], torch.empty(4, 8), **sums)
+    many_sums = {"ranges": ranges, "window": window, "sum_TH": sum_TH, "out_TH": sum_TH.bfloat16()}
+    case("accumulate", moe_prompt.accumulate, y_TKH[0], torch.empty(4, 8), **many_sums)
     few, many = layer_match(128, 8), layer_match(1024, 127)
-    case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, matched=few)
+    sums = {"matched": few}
+    case("combine, retarget", combine.combine, y_TKH, torch.empty(4, 8), torch.half, **sums)
+    sums["behind_experts"] = True
+    case("combine, ahead", combine.combine, y_TKH, torch.empty(4, 8), torch.half, **sums)
     case("match", match.match, ids_TK[:1], few)
     case("match, counted", match.match, ids_TK, few, grouping=grouping.group_tokens(ids_TK, 128))
     case("match, many", match.match, ids_TK, many)

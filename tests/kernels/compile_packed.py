@@ -11,7 +11,14 @@ import sys
 from typing import Any
 
 import torch
-from compile_kernels import OAI, SHARED_BYTES, AbsentGPU, Compiled, experts_of
+from compile_kernels import (
+    OAI,
+    SHARED_BYTES,
+    AbsentGPU,
+    Compiled,
+    experts_of,
+    launch_dependently,
+)
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -47,6 +54,7 @@ def whole_records(spec: ExpertSpec) -> None:
 
 def main(capability: int) -> None:
     compiled = Compiled()
+    launch_dependently()
     driver.set_active(AbsentGPU(capability))
     JITFunction.__getitem__ = lambda *bound: compiled.launcher(*bound)  # noqa: PLW0108
     moe_grouped.shared_memory_bytes = lambda device: SHARED_BYTES[capability]

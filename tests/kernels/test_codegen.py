@@ -37,6 +37,31 @@ def test_few_tokens_hold_their_weights_in_registers(facts: Facts) -> None:
     assert all(row["loads_16_bytes"] == 0 for row in rows(facts, "few tokens, odd"))
 
 
+@pytest.mark.parametrize(
+    ("case", "ids", "x"),
+    [("one token, fill", "ids_K", "x_H"), ("few tokens", "ids_N", "x_TH")],
+)
+def test_experts_read_ahead_what_is_complete(facts: Facts, case: str, ids: str, x: str) -> None:
+    """Ahead of a wait only what was there before the kernel in front began (`moe_decode`): of the
+    first projection's that is the match, which writes `fill_E`, of the second's the first, which
+    writes its input."""
+    for row in rows(facts, case):
+        record = ["*address_E", "address_E"]
+        ahead = ["fill_E", ids] if "down" in row["kernel"] else [ids, x]
+        assert row["read_ahead"] == [*record, *ahead] and row["written_ahead"] == [], row
+
+
+def test_sums_read_ahead_only_behind_experts(facts: Facts) -> None:
+    """And addresses, which the experts' kernels read, are written behind the wait."""
+    ahead = ["evict_V", "fill_E", "host_address_W", "weights_TK"]
+    cases = {"combine": [], "combine, retarget": [], "combine, ahead": ahead, "match": []}
+    for case, read_ahead in cases.items():
+        for row in rows(facts, case):
+            assert row["read_ahead"] == read_ahead and row["written_ahead"] == [], row
+    # Control: kernels of a prompt wait for nothing, as the one before them has ended.
+    assert all(row["written_ahead"] for row in rows(facts, "accumulate") + rows(facts, "prompt"))
+
+
 def test_products_read_weights_16_bytes_at_a_time(facts: Facts) -> None:
     for row in rows(facts, "products"):
         assert row["loads_16_bytes"] >= 8, row

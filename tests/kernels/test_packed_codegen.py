@@ -34,6 +34,15 @@ def test_one_token_reads_codes_16_bytes_at_a_time(facts: Facts, name: str) -> No
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_one_token_reads_ahead_what_is_complete(facts: Facts, name: str) -> None:
+    """As plain records, see `test_codegen`."""
+    up, down = rows(facts, f"{name}, one token")
+    assert up["read_ahead"] == ["*address_E", "address_E", "ids_K", "x_H"]
+    assert down["read_ahead"] == ["*address_E", "address_E", "fill_E", "ids_K"]
+    assert up["written_ahead"] == down["written_ahead"] == []
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_one_token_multiplies_what_each_thread_has_read(facts: Facts, name: str) -> None:
     """On tensor cores, and no weight crosses between threads: shared memory has sums and inputs.
 

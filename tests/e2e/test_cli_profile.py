@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotset.core.errors import ConfigError
+from hotset.core.errors import ConfigError, RequestError
 from hotset.core.hit_curve import HitCurve
 from hotset.core.profile import Profile
 from hotset.core.trace import load_trace
@@ -63,6 +63,8 @@ class Words:
     """Text that is one id a word."""
 
     def encode(self, prompt: str) -> list[int]:
+        if not isinstance(prompt, str):
+            raise RequestError("the prompt is no text", hint="write one")
         return [len(word) for word in prompt.split()]
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
@@ -77,6 +79,7 @@ class Words:
         ('{"prompt": "a", "messages": []}', "line 1 is not an object with either"),
         ('{"prompt": "a", "domain": 3}', "line 1 has no tokens, or a `domain` that is no text"),
         ('{"prompt": ""}', "line 1 has no tokens"),
+        ('{"prompt": "a"}\n{"prompt": 3}', "`p.jsonl`, line 2: the prompt is no text"),
         ("\n", "holds no prompt"),
     ],
 )

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hotset.core.errors import CapacityError, ConfigError
+from hotset.core.errors import CapacityError, ConfigError, RequestError
 from hotset.core.trace import Trace, TraceInfo, load_trace
 from hotset.core.trace_file import DEFAULT_MAX_BYTES
 from hotset.models.fingerprint import model_fingerprint
@@ -66,8 +66,8 @@ def read_prompts(text: Text, path: Path, lines: str, *, num_answer: int = 0) -> 
         num_answer: tokens to generate behind each.
 
     Raises:
-        ConfigError: a line is none of these; the message has its number.
-        RequestError: the tokenizer or the chat template refuses one.
+        ConfigError: a line is none of these, or the tokenizer or the chat template refuses it; the
+            message has its number.
     """
     found = []
     for number, line in enumerate(lines.splitlines(), start=1):
@@ -81,7 +81,10 @@ def read_prompts(text: Text, path: Path, lines: str, *, num_answer: int = 0) -> 
         if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
             raise ConfigError(f"{where} is not an object with either `prompt` or `messages`")
         is_chat = "messages" in entry
-        ids = text.encode_chat(entry["messages"]) if is_chat else text.encode(entry["prompt"])
+        try:
+            ids = text.encode_chat(entry["messages"]) if is_chat else text.encode(entry["prompt"])
+        except RequestError as error:
+            raise ConfigError(f"{where}: {error.message}", hint=error.hint) from error
         domain = entry.get("domain", path.stem)
         if not isinstance(domain, str) or not ids:
             raise ConfigError(f"{where} has no tokens, or a `domain` that is no text")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,20 @@ def test_an_interrupted_one_leaves_nothing(
     assert list(output.iterdir()) == []
     code, _, _ = run(capsys, "quantize", plain.folder, "-o", output)
     assert code == 0
+
+
+def test_a_folder_that_takes_no_files_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is quantised."""
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+
+    def refuse(**_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    code, _, err = run(capsys, "quantize", plain.folder, "-o", tmp_path / "new")
+    assert code == 2 and "cannot be made: Permission denied" in err
 
 
 def test_names_on_the_command_line_are_those_of_the_formats() -> None:

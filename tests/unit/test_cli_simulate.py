@@ -175,6 +175,12 @@ def test_plot_without_matplotlib_says_how_to_get_it(trace_path, tmp_path, monkey
         run(trace_path, "--plot", tmp_path / "x.png")
 
 
+def test_a_plot_that_cannot_be_written_is_refused(trace_path, tmp_path):
+    (tmp_path / "x.png").mkdir()
+    with pytest.raises(HotsetError, match=r"`--plot .*x\.png` cannot be written: Is a directory"):
+        run(trace_path, "--plot", tmp_path / "x.png")
+
+
 def test_plot_is_drawn(trace_path, tmp_path):
     pytest.importorskip("matplotlib")
     for suffix, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml")):

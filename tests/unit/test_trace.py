@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import numpy as np
 import pytest
@@ -225,3 +227,14 @@ def test_a_trace_that_is_not_there() -> None:
     with pytest.raises(CheckpointError, match="there is no trace `none") as caught:
         load_trace("none.npz")
     assert "`pocket`" in (caught.value.hint or "")
+
+
+def test_a_trace_that_cannot_be_read(tmp_path, monkeypatch) -> None:
+    (tmp_path / "closed").touch()
+
+    def refuse(*_: object) -> None:  # a mode would not stop root
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(CheckpointError, match="closed` cannot be read: Permission denied"):
+        load_trace(tmp_path / "closed")

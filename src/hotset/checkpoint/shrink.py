@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -307,12 +308,14 @@ def _copied(entry: TensorEntry, reader: ShardReader) -> Iterator[torch.Tensor]:
 
 
 def _make_room(output: Path, num_bytes: int) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(
-            f"`--output {output}` is there already", hint="give a folder that is new or empty"
-        )
     try:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError(
+                f"`--output {output}` is there already", hint="give a folder that is new or empty"
+            )
         output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass  # files can be made in it
     except OSError as error:
         raise ConfigError(
             f"`--output {output}` cannot be made: {error.strerror}",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from hotset.cli.options import Device, Json, named_by_flag
+from hotset.cli.outputs import check_writable
 from hotset.core.errors import ConfigError
 from hotset.core.machine import UNITS, MachineDescription
 from hotset.core.units import format_bytes
@@ -40,11 +41,7 @@ def doctor(
 
     Example: `hotset doctor -o my-machine.json`
     """
-    if output is not None and (output.is_dir() or not output.resolve().parent.is_dir()):
-        raise ConfigError(
-            f"`--output` is `{output}`, which is no file in a folder that exists",
-            hint="write `-o my-machine.json`",
-        )
+    check_writable(output, flag="--output")
     if machine is not None:
         if fresh or device is not None:
             raise ConfigError(

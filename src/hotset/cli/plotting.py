@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hotset.cli.outputs import check_writable
 from hotset.core.errors import ConfigError
 
 SUFFIXES = (".png", ".svg")
@@ -45,12 +46,13 @@ def check_plot_path(path: Path, *, flag: str = "--plot") -> None:
     """Refuses a picture that could not be drawn, before any work is done.
 
     Raises:
-        ConfigError: another suffix, no such folder, or matplotlib is missing.
+        ConfigError: another suffix, no file that can be written, or matplotlib is missing.
     """
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"`{flag}` is `{path}`", hint=f"end it in {' or '.join(SUFFIXES)}")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"`{flag}` is `{path}`, but there is no folder `{path.parent}`")
+    check_writable(path, flag=flag)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

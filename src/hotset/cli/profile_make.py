@@ -164,7 +164,7 @@ def output_path(path: Path) -> Path:
     """`NAME` is `NAME.npz`.
 
     Raises:
-        ConfigError: another suffix, or no such folder; before anything is run.
+        ConfigError: another suffix, or no file that can be written; before anything is run.
     """
     if not path.name:  # what an empty word is as a path
         raise ConfigError("`--output` is no name of a file", hint="write `-o NAME.npz`")
@@ -173,6 +173,7 @@ def output_path(path: Path) -> Path:
         raise ConfigError(f"`--output` is `{path}`", hint=f"end it in {' or '.join(SUFFIXES)}")
     if not path.resolve().parent.is_dir():
         raise ConfigError(f"`--output` is `{path}`, but there is no folder `{path.parent}`")
+    check_writable(path, flag="--output")
     return path
 
 

@@ -199,7 +199,7 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
         num_experts: experts per layer, where the file does not say (see `core.trace_npz`).
 
     Raises:
-        CheckpointError: missing, damaged, or of no known layout.
+        CheckpointError: missing, unreadable, damaged, or of no known layout.
         ConfigError: `num_experts` contradicts the file.
     """
     from hotset.core import trace_file, trace_npz
@@ -209,8 +209,14 @@ def load_trace(path: Path | str, *, num_experts: int | None = None) -> Trace:
         raise CheckpointError(
             f"there is no trace `{path}`", hint=f"give a file, or `{POCKET}` for the package's own"
         )
-    with path.open("rb") as file:
-        magic = file.read(8)
+    try:
+        with path.open("rb") as file:
+            magic = file.read(8)
+    except OSError as error:
+        raise CheckpointError(
+            f"trace `{path}` cannot be read: {error.strerror}",
+            hint="check its owner and permissions",
+        ) from error
     readers: dict[bytes, Callable[[Path], Trace]] = {trace_file.MAGIC: trace_file.read_trace}
     if magic in readers:
         trace = readers[magic](path)

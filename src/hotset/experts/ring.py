@@ -161,8 +161,7 @@ class Ring:
                 self.timer.end(self._stream, len(experts) * record_bytes)
             if ready is not None:
                 ready.record(self._stream)
-        # Last: if this was interrupted the buffer is still idle. Copies that are on their way to it
-        # then come before the next ones, which are queued on the same stream.
+        # Last: if this was interrupted the buffer is still idle.
         self._idle.popleft()
         return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())
 
@@ -173,7 +172,11 @@ class Ring:
             torch.cuda.current_stream(self._device).wait_event(ready)
 
     def release(self, staged: Staged) -> None:
-        """The buffer is idle again behind what the current stream has queued by now."""
+        """The buffer is idle again behind what the current stream has queued by now.
+
+        Its own copies may still be on their way, as when nobody wants them any more: the next ones
+        come behind them on their stream.
+        """
         assert staged.buffer not in self._idle
         free = self._free[staged.buffer]
         if free is not None:

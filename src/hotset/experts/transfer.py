@@ -44,6 +44,7 @@ class Downloads:
         with torch.cuda.stream(self._stream):
             host.copy_(tensor, non_blocking=True)
             done.record(self._stream)
+        # Its memory may be given away while the copy is on its way, but not before it is done.
         tensor.record_stream(self._stream)
 
         def wait() -> torch.Tensor:

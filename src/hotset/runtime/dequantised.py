@@ -57,6 +57,7 @@ class DequantisedExperts:
         plain_E = self._round[behind : behind + num_experts].clone()
         for start in range(first, stop, size):
             end = min(start + size, stop)
+            # Written over behind the products that read it: both are on the current stream.
             room_ND = self._plain_ND[: end - start]
             self._kernels.dequantise_records(packed_E[start:end], self._spec, room_ND)
             for one in self._sums:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ def test_what_a_file_has_is_left_as_it_is(tmp_path: Path) -> None:
     check_writable(new, flag="--trace")
     check_writable(None, flag="--trace")
     assert there.read_text() == "kept" and not new.exists()
+
+
+def test_a_pipe_is_not_opened(tmp_path: Path) -> None:
+    """It would wait for a reader, and end what the reader reads."""
+    os.mkfifo(tmp_path / "pipe")
+    check_writable(tmp_path / "pipe", flag="--record")
 
 
 @pytest.mark.parametrize("name", [".", "none/trace"])

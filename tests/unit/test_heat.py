@@ -84,6 +84,11 @@ def test_other_answers_are_refused(answer: object) -> None:
         HeatMap.from_json(answer, name="it")
 
 
+def test_a_server_that_refuses_is_said(url: str) -> None:
+    with pytest.raises(HardwareError, match=r"`.*/x/hotset/heat` refuses: 404 Not Found"):
+        fetch_heat(f"{url}/x")
+
+
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(HardwareError, match="does not answer"):
         fetch_heat("http://127.0.0.1:9")

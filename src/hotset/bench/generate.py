@@ -18,6 +18,19 @@ from hotset.runtime.planning import plan_engine
 from hotset.runtime.weights import Progress
 
 
+def check_room(
+    source: RandomWeights, config: EngineConfig, *, num_prompt: int, num_tokens: int
+) -> None:
+    """Refuses, before anything is loaded, an answer that the plan has no room for.
+
+    Raises:
+        CapacityError: the plan does not fit.
+        ContextLengthError: its context is too short.
+    """
+    _, plan = plan_engine(source.geometry, config)
+    check_length(num_prompt, num_tokens, plan.require_fit().context_tokens)
+
+
 def bench_generate(
     source: RandomWeights,
     config: EngineConfig,
@@ -32,11 +45,7 @@ def bench_generate(
     The prompt is random ids: a random router spreads them evenly, so the hit rate says nothing
     about real text.
 
-    Raises:
-        RequestError: the plan's context is too short; before anything is loaded.
     """
-    _, expected = plan_engine(source.geometry, config)
-    check_length(num_prompt, num_tokens, expected.require_fit().context_tokens)
     budget = "" if config.vram_bytes is None else f", {format_bytes(config.vram_bytes)} of VRAM"
     case = f"{shape}{budget}, {num_prompt} prompt tokens"
     start = time.perf_counter()

@@ -131,12 +131,14 @@ def generate(  # noqa: PLR0913 - one parameter for each flag
     check_count("--prompt-tokens", prompt_tokens)
     check_count("--max-tokens", max_tokens, least=2)  # speed counts from the second one on
     check_writable(rows, flag="--rows")
-    from hotset.bench.generate import bench_generate
+    from hotset.bench.generate import bench_generate, check_room
     from hotset.bench.random_weights import RandomWeights
     from hotset.bench.shapes import shape_config
 
     source = RandomWeights(shape_config(shape, num_layers=layers), weights=weights)
-    with named_by_flag(), loading_bar() as progress:
+    with named_by_flag():
+        check_room(source, config, num_prompt=prompt_tokens, num_tokens=max_tokens)
+    with loading_bar() as progress:
         found = list(
             bench_generate(
                 source,

@@ -9,7 +9,7 @@ import json
 from http.client import HTTPException
 from pathlib import Path
 from typing import Annotated
-from urllib.error import URLError
+from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -82,13 +82,15 @@ def fetch_heat(url: str) -> HeatMap:
         url: of the server, or of the page itself.
 
     Raises:
-        HardwareError: it does not answer.
+        HardwareError: it does not answer, or refuses.
         ConfigError: what it answers is something else.
     """
     page = url if urlsplit(url).path.endswith(PAGE) else url.rstrip("/") + PAGE
     try:
         with urlopen(page, timeout=_TIMEOUT_SECONDS) as answer:
             data = json.load(answer)
+    except HTTPError as error:
+        raise HardwareError(f"`{page}` refuses: {error.code} {error.reason}") from error
     except (URLError, OSError, HTTPException) as error:
         raise HardwareError(
             f"`{page}` does not answer: {getattr(error, 'reason', error)}",

@@ -25,12 +25,13 @@ _LEAST_COLUMNS = 60
 def check_writable(file: Path | None, *, flag: str) -> None:
     """Refuses a file that cannot be written, before anything is loaded or measured; `None` passes.
 
-    What the file has is left as it is.
+    What the file has is left as it is; pipes and devices are not opened, as that is an event to who
+    reads them.
 
     Raises:
         ConfigError: names the flag.
     """
-    if file is None:
+    if file is None or (file.exists() and not (file.is_file() or file.is_dir())):
         return
     is_new = not file.exists()
     try:

@@ -180,7 +180,7 @@ def test_a_gpu_asked_for_where_there_is_none(run, chatty: Path) -> None:
 
 def test_a_chat_without_a_template(run, tmp_path: Path) -> None:
     done = run("generate", make_chatty(tmp_path, template=None), "hello", "--chat")
-    assert done.code == 1 and "no chat template" in done.last_words[0]
+    assert done.code == 2 and "no chat template" in done.last_words[0]
 
 
 def test_prompts_that_are_not_text(run, chatty: Path, tmp_path: Path) -> None:

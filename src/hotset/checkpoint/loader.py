@@ -157,9 +157,8 @@ class _Crew:
     def _do(self, jobs: list[Job], scratch: Scratch) -> None:
         scratch.reset()
         filling = Filling(self._reader, self._packing, self._destination, scratch)
+        # Also once another thread has failed: an earlier batch may have the first fault.
         for job in jobs:
-            if self._stop.is_set():
-                return
             filling.open(job)
         self._reader.read_all(filling.ranges)
         filling.finish()

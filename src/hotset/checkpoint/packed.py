@@ -241,7 +241,7 @@ def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
             :, None
         ]
         for suffix in memories
-        if suffix != name and _is_single(first.parts[suffix])
+        if suffix != name and is_single(first.parts[suffix])
     }
     typical, most = first.format.largest({**singles, name: scales}).numpy().T
     limit = first.format.most_typical
@@ -266,7 +266,7 @@ def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
     )
 
 
-def _is_single(part: TensorEntry) -> bool:
+def is_single(part: TensorEntry) -> bool:
     """Whether a tensor is one number for a whole matrix."""
     return part.dtype == "float32" and part.nbytes == torch.float32.itemsize
 

@@ -21,6 +21,7 @@ from hotset.checkpoint.packed import (
     Memories,
     PackedEntry,
     check_scales,
+    is_single,
     numbers_of,
     read_packed,
 )
@@ -72,6 +73,11 @@ class _Alike:
             suffix: _place(job, piece, fields, suffix, is_moved=is_moved) for suffix in entry.parts
         }
         self._beside = [name for name, place in self.places.items() if place.ending is None]
+        # A scale of the whole matrix, where nothing else is beside the record.
+        self.single: str | None = None
+        if len(self._beside) == 1 and f"{job.piece.param.field}_global" in fields:
+            (suffix,) = self._beside
+            self.single = suffix if is_single(entry.parts[suffix]) else None
         # All that may be beside the record without a part in it, and the bytes that it must have.
         self._shape_bytes = b""
         if self._beside == [entry.format.says_shape]:
@@ -188,9 +194,14 @@ class Packing:
             groups[one.alike.kind].append(one)
         for group in groups.values():
             check_scales([(one.entry, one.memories) for one in group])
+            singles: dict[str, list[Matrix]] = defaultdict(list)
             for one in group:
-                if not one.alike.is_in_place(one.memories):
+                if one.alike.single is not None:
+                    singles[one.alike.single].append(one)
+                elif not one.alike.is_in_place(one.memories):
                     _rearrange(one)
+            for suffix, alike in singles.items():
+                _place_globals(suffix, alike)
 
     def _alike_of(self, job: Job, piece: ExpertPiece, fields: Fields, *, is_moved: bool) -> _Alike:
         key = (piece.param.full_name, piece.part)
@@ -236,6 +247,17 @@ def _rearrange(one: Matrix) -> None:
         rows = made[ending] if one.row_order is None else made[ending][one.row_order]
         target = half(one.fields[name + ending], job, one.piece)
         copy_bits(rows.reshape(target.shape), target)
+
+
+def _place_globals(suffix: str, matrices: list[Matrix]) -> None:
+    """As `_rearrange`, of matrices of one kind that lack a scale of the whole and nothing else."""
+    first = matrices[0]
+    read = [torch.frombuffer(one.memories[suffix], dtype=torch.float32) for one in matrices]
+    made = _companions(first.entry, {**first.tensors, suffix: torch.cat(read)})["_global"]
+    # Every float32 is a Python number.
+    for one, value in zip(matrices, made.tolist(), strict=True):
+        field = one.fields[one.job.piece.param.field + "_global"]
+        half(field, one.job, one.piece).fill_(value)
 
 
 def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:

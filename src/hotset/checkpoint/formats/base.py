@@ -141,7 +141,8 @@ class MatrixFormat(ABC):
         """What else the record holds of this half, by what follows its name in a field's.
 
         `_scale` [blocks, groups], `_zero` likewise, `_global` [1] float32, `_order` [K] int32; see
-        `WeightFormat.fields`.
+        `WeightFormat.fields`. Where single scales of n matrices are given one below the other,
+        `_global` is [n].
 
         Raises:
             CheckpointError: values that do not go together.

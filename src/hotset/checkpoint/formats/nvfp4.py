@@ -86,7 +86,7 @@ class Nvfp4(MatrixFormat):
     def companions(self, tensors: Tensors) -> dict[str, torch.Tensor]:
         return {
             "_scale": one_byte(tensors["weight_scale"]),
-            "_global": self.multiplier(tensors).reshape(1),
+            "_global": self.multiplier(tensors).reshape(-1),
         }
 
     def dequantise(self, tensors: Tensors) -> torch.Tensor:

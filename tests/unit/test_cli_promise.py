@@ -81,7 +81,7 @@ FLAGS = {
             "--wish-lag",
         ),
     ],
-    "hotset heat": ["--half-life", "--json", "--output", "--slots", "-o"],
+    "hotset heat": ["--api-key", "--half-life", "--json", "--output", "--slots", "-o"],
     "hotset doctor": ["--device", "--fresh", "--json", "--machine", "--output", "-o"],
     "hotset profile": [],
     "hotset profile make": [

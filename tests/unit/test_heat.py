@@ -31,7 +31,9 @@ app.command()(heat)
 def url() -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/hotset/heat" else 404)
+            known = self.headers["Authorization"] == "Bearer k1"
+            answers = {"/hotset/heat": 200, "/keyed/hotset/heat": 200 if known else 401}
+            self.send_response(answers.get(self.path, 404))
             self.end_headers()
             self.wfile.write(json.dumps(ANSWER).encode())
 
@@ -89,6 +91,17 @@ def test_a_server_that_refuses_is_said(url: str) -> None:
         fetch_heat(f"{url}/x")
 
 
+def test_keys_of_a_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = [f"{url}/keyed", "--json"]
+    refused = CliRunner().invoke(app, ask).exception
+    assert isinstance(refused, HardwareError)
+    assert "refuses: 401" in refused.message and "HOTSET_API_KEY" in str(refused.hint)
+    assert CliRunner().invoke(app, [*ask, "--api-key", "k1"]).exit_code == 0
+    monkeypatch.setenv("HOTSET_API_KEY", "k1")
+    assert CliRunner().invoke(app, ask).exit_code == 0
+    assert CliRunner().invoke(app, [*ask, "--api-key", "k2"]).exit_code != 0
+
+
 def test_a_server_that_is_not_there_is_said() -> None:
     with pytest.raises(HardwareError, match="does not answer"):
         fetch_heat("http://127.0.0.1:9")
@@ -100,6 +113,7 @@ def test_a_server_that_is_not_there_is_said() -> None:
         (["pocket"], "there is nothing to write"),
         (["http://x", "--slots", "0.5", "--json"], "are a server's own"),
         (["pocket", "-o", "heat.pdf"], "heat.pdf"),
+        (["pocket", "--api-key", "k1", "--json"], "`--api-key` is for a server's address"),
         (["pocket", "--slots", "nan", "--json"], "`--slots` is nan"),
         (["pocket", "--half-life", "0", "--json"], "`--half-life` is 0"),
         (["http://x:port", "--json"], "does not answer: nonnumeric port"),

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Annotated
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import typer
 
 from hotset.cli.options import Json, named_by_flag
 from hotset.cli.plotting import check_plot_path
+from hotset.core import env
 from hotset.core.errors import ConfigError, HardwareError
 from hotset.core.heat import HeatMap
 from hotset.core.policy import DEFAULT_HALF_LIFE
@@ -40,6 +41,9 @@ def heat(
     half_life: Annotated[
         float | None, typer.Option("--half-life", help="Of a trace: steps. Default: 16.")
     ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Of a server. Default: HOTSET_API_KEY, or none.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw how often each expert of each layer is used, and how long it has a slot.
@@ -54,7 +58,7 @@ def heat(
     if output is not None:
         check_plot_path(output, flag="--output")
     with named_by_flag():
-        found = _heat_of(source, slots=slots, half_life=half_life)
+        found = _heat_of(source, slots=slots, half_life=half_life, api_key=api_key)
     if output is not None:
         from hotset.cli.heat_plot import draw_heat
 
@@ -63,8 +67,12 @@ def heat(
         typer.echo(json.dumps(found.to_dict()))
 
 
-def _heat_of(source: str, *, slots: float | None, half_life: float | None) -> HeatMap:
+def _heat_of(
+    source: str, *, slots: float | None, half_life: float | None, api_key: str | None
+) -> HeatMap:
     if not source.startswith(("http://", "https://")):
+        if api_key is not None:
+            raise ConfigError("`--api-key` is for a server's address, not for a trace")
         return HeatMap.from_trace(
             load_trace(source),
             slots=0.25 if slots is None else slots,
@@ -72,25 +80,28 @@ def _heat_of(source: str, *, slots: float | None, half_life: float | None) -> He
         )
     if slots is not None or half_life is not None:
         raise ConfigError("`--slots` and `--half-life` are a server's own", hint="leave them out")
-    return fetch_heat(source)
+    return fetch_heat(source, api_key=api_key or env.API_KEY.get())
 
 
-def fetch_heat(url: str) -> HeatMap:
+def fetch_heat(url: str, *, api_key: str | None = None) -> HeatMap:
     """What a server says at `/hotset/heat`.
 
     Args:
         url: of the server, or of the page itself.
+        api_key: that it asks for.
 
     Raises:
         HardwareError: it does not answer, or refuses.
         ConfigError: what it answers is something else.
     """
     page = url if urlsplit(url).path.endswith(PAGE) else url.rstrip("/") + PAGE
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        with urlopen(page, timeout=_TIMEOUT_SECONDS) as answer:
+        with urlopen(Request(page, headers=headers), timeout=_TIMEOUT_SECONDS) as answer:
             data = json.load(answer)
     except HTTPError as error:
-        raise HardwareError(f"`{page}` refuses: {error.code} {error.reason}") from error
+        hint = "give its key with `--api-key`, or HOTSET_API_KEY" if error.code == 401 else None
+        raise HardwareError(f"`{page}` refuses: {error.code} {error.reason}", hint=hint) from error
     except (URLError, OSError, HTTPException) as error:
         raise HardwareError(
             f"`{page}` does not answer: {getattr(error, 'reason', error)}",

@@ -39,7 +39,8 @@ LOG_LEVEL = EnvVar(
 )
 PROGRESS = EnvVar("HOTSET_PROGRESS", "progress bars while loading", ("on", "off"))
 API_KEY = EnvVar(
-    "HOTSET_API_KEY", "the key that `hotset serve` asks of every request and `hotset chat` sends"
+    "HOTSET_API_KEY",
+    "the key that `hotset serve` asks of every request, and `hotset chat` and `hotset heat` send",
 )
 
 ALL = (LOG_LEVEL, PROGRESS, API_KEY)

@@ -44,7 +44,6 @@ def bench_generate(
 
     The prompt is random ids: a random router spreads them evenly, so the hit rate says nothing
     about real text.
-
     """
     budget = "" if config.vram_bytes is None else f", {format_bytes(config.vram_bytes)} of VRAM"
     case = f"{shape}{budget}, {num_prompt} prompt tokens"

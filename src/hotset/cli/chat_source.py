@@ -16,8 +16,8 @@ from http.client import HTTPException, HTTPResponse
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
+from hotset.cli.ask_server import key_hint, open_page
 from hotset.cli.progress import loading_bar
 from hotset.core.config import EngineConfig
 from hotset.core.errors import ConfigError, HardwareError, RequestError
@@ -183,11 +183,12 @@ class ServedSource:
     def _first_model(self) -> str:
         page = f"{self._url}/v1/models"
         try:
-            with self._open(page, None, _ASK_SECONDS) as answer:
+            with open_page(page, api_key=self._key, seconds=_ASK_SECONDS) as answer:
                 return str(json.load(answer)["data"][0]["id"])
         except HTTPError as error:
-            hint = "give its key with `--api-key`, or HOTSET_API_KEY" if error.code == 401 else None
-            raise ConfigError(f"`{page}` refuses: {_reason(error)}", hint=hint) from error
+            raise ConfigError(
+                f"`{page}` refuses: {_reason(error)}", hint=key_hint(error)
+            ) from error
         except (URLError, OSError, HTTPException) as error:
             raise HardwareError(
                 f"`{page}` does not answer: {getattr(error, 'reason', error)}",
@@ -195,14 +196,6 @@ class ServedSource:
             ) from error
         except (ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"`{page}` answers with something else than models") from error
-
-    def _open(self, page: str, body: dict[str, Any] | None, seconds: float) -> HTTPResponse:
-        headers = {"Content-Type": "application/json"}
-        if self._key is not None:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
-        opened: HTTPResponse = urlopen(Request(page, data, headers), timeout=seconds)
-        return opened
 
     def answer(self, messages: Messages, request: dict[str, Any]) -> Generator[Piece]:
         """See `Source`."""
@@ -213,8 +206,9 @@ class ServedSource:
             "stream_options": {"include_usage": True},
             **request,
         }
+        page = f"{self._url}/v1/chat/completions"
         try:
-            with self._open(f"{self._url}/v1/chat/completions", body, _PIECE_SECONDS) as answer:
+            with open_page(page, api_key=self._key, seconds=_PIECE_SECONDS, body=body) as answer:
                 yield from _pieces(answer)
         except HTTPError as error:
             raise RequestError(_reason(error)) from error

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Annotated
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import typer
 
+from hotset.cli.ask_server import key_hint, open_page
 from hotset.cli.options import Json, named_by_flag
 from hotset.cli.plotting import check_plot_path
 from hotset.core import env
@@ -95,13 +95,13 @@ def fetch_heat(url: str, *, api_key: str | None = None) -> HeatMap:
         ConfigError: what it answers is something else.
     """
     page = url if urlsplit(url).path.endswith(PAGE) else url.rstrip("/") + PAGE
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        with urlopen(Request(page, headers=headers), timeout=_TIMEOUT_SECONDS) as answer:
+        with open_page(page, api_key=api_key, seconds=_TIMEOUT_SECONDS) as answer:
             data = json.load(answer)
     except HTTPError as error:
-        hint = "give its key with `--api-key`, or HOTSET_API_KEY" if error.code == 401 else None
-        raise HardwareError(f"`{page}` refuses: {error.code} {error.reason}", hint=hint) from error
+        raise HardwareError(
+            f"`{page}` refuses: {error.code} {error.reason}", hint=key_hint(error)
+        ) from error
     except (URLError, OSError, HTTPException) as error:
         raise HardwareError(
             f"`{page}` does not answer: {getattr(error, 'reason', error)}",

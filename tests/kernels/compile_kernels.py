@@ -30,6 +30,7 @@ from hotset.kernels import (
     moe_few,
     moe_grouped,
     moe_prompt,
+    padding,
     products,
     sample,
     sample_adjust,
@@ -224,6 +225,8 @@ def main(capability: int) -> None:
     case("match, many", match.match, ids_TK, many)
     matrices = [torch.empty(rows, 2048, dtype=torch.bfloat16) for rows in (4096, 512, 512)]
     case("products", products.launch_products, matrices[1][:2], matrices, [])
+    lengths_B = torch.zeros(16, dtype=torch.int32)
+    case("mask of padding", padding.launch_mask_padding, ids_TK, lengths_B)
     addresses = torch.zeros(4, dtype=torch.int64)
     case("copy", copy_kernel.launch_copy, addresses, addresses, 9 * 2**20 + 128)
     for dtype in (torch.bfloat16, torch.float16):

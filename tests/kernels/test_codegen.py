@@ -54,7 +54,13 @@ def test_experts_read_ahead_what_is_complete(facts: Facts, case: str, ids: str, 
 def test_sums_read_ahead_only_behind_experts(facts: Facts) -> None:
     """And addresses, which the experts' kernels read, are written behind the wait."""
     ahead = ["evict_V", "fill_E", "host_address_W", "weights_TK"]
-    cases = {"combine": [], "combine, retarget": [], "combine, ahead": ahead, "match": []}
+    cases = {
+        "mask of padding": [],
+        "combine": [],
+        "combine, retarget": [],
+        "combine, ahead": ahead,
+        "match": [],
+    }
     for case, read_ahead in cases.items():
         for row in rows(facts, case):
             assert row["read_ahead"] == read_ahead and row["written_ahead"] == [], row

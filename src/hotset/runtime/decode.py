@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hotset.core.geometry import MoELayer
 from hotset.core.slot_pools import IntArray
 from hotset.kernels.attention import AttentionKernels
+from hotset.kernels.padding import mask_padding
 from hotset.models.attention import AttentionSwitch, shared_compilation
 from hotset.models.compiled import CompiledLayers
 from hotset.models.seam import ExpertsFunction, experts_bound, experts_modules
@@ -214,8 +215,6 @@ class DecodeStep:
         if self._before is not None:
             self._before()
         self.batch.advance()
-        if self.size > 1:
-            self._padding_B1 = (self.batch.lengths_B == 0)[:, None]
         watched = [self._watched(index) for index in range(len(self._modules))]
         with (
             torch.inference_mode(),
@@ -244,7 +243,7 @@ class DecodeStep:
             if self._route is not None:
                 ids_TK = self._route(index)
             if self.size > 1:
-                ids_TK = ids_TK.masked_fill(self._padding_B1, -1)
+                ids_TK = mask_padding(ids_TK, self.batch.lengths_B)
             ids = ids_TK.reshape(-1)
             missing = self._width - ids.numel()
             self._routed[index] = pad(ids, (0, missing), value=-1) if missing else ids

@@ -12,6 +12,7 @@ import pytest
 from plan_fakes import expert_of, qwen3_30b, t1
 from repository import ROOT
 
+from hotset.core import costmodel
 from hotset.core.costmodel import (
     Rates,
     cpu_break_even,
@@ -20,17 +21,24 @@ from hotset.core.costmodel import (
     predict_load_seconds,
     predict_step,
 )
+from hotset.core.format_rates import DEQUANTISE_SHARE, SLOT_SHARE, slot_read_bytes
+from hotset.core.formats import USUAL, WeightFormat
+from hotset.core.geometry import ExpertSpec, MoELayer
 from hotset.core.machine import MachineDescription
 
 RATES = Rates(50.0, 55.0, 4000.0, gemm_tflops=200.0, cpu_gbps=60.0, disk_gbps=2.0, layer_us=60.0)
 
 # Prediction within 10% of the measurement is the goal that the model of the machine is held to.
 WITHIN = 0.10
-# The commit whose rows the figures of the machine file are from.
-MEASURED_AT = "c066fbe"
-# A step reads bytes: INT4 records are 2,433,024 and lossless ones 7,122,944, which are those of so
-# many rows in BF16.
-ROWS_AS_LONG = {" int4,": 198, " lossless,": 580}
+# Commits whose rows the figures of the machine file and the shares of formats are from. Of a
+# command that ran at two, the rows of the later one count.
+EXPERTS_AT, DECODE_AT, STREAMS_AT = "36f9174", ("c066fbe", "b7d3087"), "b7d3087"
+# Choices of a token, hidden size, intermediate size of an expert, and whether it has biases.
+SHAPES = {
+    "qwen3-30b-a3b": (8, 2048, 768, False),
+    "qwen3.6-35b-a3b": (8, 2048, 512, False),
+    "gpt-oss-20b": (4, 2880, 2880, True),
+}
 BARE = "step without experts and sampling"
 
 
@@ -70,52 +78,113 @@ def test_the_mean_of_the_longer_read_is_no_less_than_the_longer_of_the_means() -
     assert light.experts_ms <= expected.experts_ms <= both
 
 
+@pytest.mark.parametrize("name", ["int4", "nvfp4"])
+def test_hits_take_what_their_format_takes(name: str) -> None:
+    """By hand: bytes of both projections at the format's share, misses at the link's rate; at the
+    speed of light all formats are read as fast."""
+    plain = expert_of(128, 128)
+    expert = replace_weights(plain, USUAL[name])
+    model = replace(t1(), layers=tuple(replace(x, expert=expert) for x in t1().layers))
+    args: dict[str, Any] = {"used": [4.0] * 3, "context_tokens": 0}
+    hits = predict_step(model, RATES, hit_rates=[1.0] * 3, **args).experts_ms
+    bytes_ms = 3 * 4 * expert.record_bytes / 4000 / 1e6
+    assert hits == pytest.approx(bytes_ms / SLOT_SHARE[name])
+    misses = predict_step(model, RATES, hit_rates=[0.0] * 3, **args).experts_ms
+    assert misses == pytest.approx(3 * 4 * expert.record_bytes / 50 / 1e6)
+    light = decode_step(model, RATES, hits=[4.0] * 3, misses=[0.0] * 3, context_tokens=0)
+    assert light.experts_ms == pytest.approx(bytes_ms)
+
+
+def test_each_projection_is_read_at_the_share_of_its_own_format() -> None:
+    whole = replace_weights(expert_of(128, 128), USUAL["mxfp4"])
+    mixed = replace_weights(expert_of(128, 128), USUAL["mxfp4"], down=USUAL["plain"])
+    up = sum(field.nbytes for field in whole.layout.fields if field.name.startswith("up"))
+    assert slot_read_bytes(whole) == pytest.approx(whole.record_bytes / SLOT_SHARE["mxfp4"])
+    want = up / SLOT_SHARE["mxfp4"] + mixed.record_bytes - up
+    assert slot_read_bytes(mixed) == pytest.approx(want)
+
+
+def test_every_format_has_its_shares() -> None:
+    assert SLOT_SHARE.keys() == USUAL.keys()
+    assert {"plain", *DEQUANTISE_SHARE} == USUAL.keys()
+    assert all(0 < share <= 1 for share in (*SLOT_SHARE.values(), *DEQUANTISE_SHARE.values()))
+
+
+def replace_weights(
+    plain: ExpertSpec, weights: WeightFormat, *, down: WeightFormat | None = None
+) -> ExpertSpec:
+    """The same expert in a format."""
+    return ExpertSpec.build(
+        hidden=plain.hidden,
+        intermediate=plain.intermediate,
+        gate=plain.gate,
+        has_bias=plain.has_bias,
+        dtype=plain.dtype,
+        weights=weights,
+        down_weights=down,
+    )
+
+
+def results() -> list[dict[str, Any]]:
+    lines = (ROOT / "benchmarks/results.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A whole decode step of one token at 1,024 tokens, Qwen3-30B-A3B shape on an H200."""
+    """A whole decode step, or its experts alone, on an H200.
+
+    Attributes:
+        rest_ms: bytes of what is no expert, as the speed of light of the same run has them.
+        layer_us: beyond its bytes, of the same run.
+        used: distinct experts of a layer.
+    """
 
     case: str
     num_layers: int
     ms: float
     hit_rate: float
-    layer_us: float  # from the step without experts of the same run
+    rest_ms: float = 0.0
+    layer_us: float = 0.0
+    used: float = 8.0
+    num_rows: int = 1
+
+    def layer(self) -> MoELayer:
+        name, *format_ = self.case.split(",")[0].split(" (")[0].split()
+        _, hidden, intermediate, has_bias = SHAPES[name]
+        plain = replace(expert_of(hidden, intermediate), has_bias=has_bias)
+        expert = replace_weights(plain, USUAL[(format_ or ["plain"])[0]])
+        return replace(qwen3_30b().layers[0], expert=expert)
 
     def predicted_ms(self, **changed: float) -> float:
         """With the figures of the machine file and that layer time, or others."""
-        whole = qwen3_30b()
-        layers = whole.layers[: self.num_layers]
-        for name, inter in ROWS_AS_LONG.items():
-            if name in self.case:
-                layers = tuple(replace(layer, expert=expert_of(2048, inter)) for layer in layers)
-        # What is no expert, from the speed of light of the steps without experts at both sizes.
-        read = 622_000_000 + 38_300_000 * self.num_layers
+        layer = self.layer()
+        rates = MachineDescription.load("h200").rates(record_bytes=layer.expert.record_bytes)
         model = replace(
-            whole,
-            layers=layers,
+            qwen3_30b(),
+            layers=(layer,) * self.num_layers,
             num_layers=self.num_layers,
-            kv_bytes_per_token=2048 * self.num_layers,
-            resident_read_bytes=read,
+            kv_bytes_per_token=0,
+            resident_read_bytes=round(self.rest_ms * rates.hbm_gbps * 1e6),
         )
-        record_bytes = layers[0].expert.record_bytes
-        rates = MachineDescription.load("h200").rates(record_bytes=record_bytes)
         return predict_step(
             model,
             replace(rates, **{"layer_us": self.layer_us, **changed}),
             hit_rates=[self.hit_rate] * self.num_layers,
-            used=[8.0] * self.num_layers,
-            context_tokens=1024,
+            used=[self.used] * self.num_layers,
+            context_tokens=0,
+            num_rows=self.num_rows,
         ).total_ms
 
 
 def measured_steps() -> list[MeasuredStep]:
-    """All of that commit and shape; the layer time is the one of the same run."""
-    lines = (ROOT / "benchmarks/results.jsonl").read_text().splitlines()
-    runs: dict[str, list[dict[str, Any]]] = {}
-    for row in map(json.loads, lines):
-        own = row["bench"] == "decode" and row["commit"] == MEASURED_AT
-        if own and row["case"].startswith("qwen3-30b-a3b"):
-            runs.setdefault(row["command"], []).append(row)
-    return [step for command, rows in runs.items() for step in steps_of(command, rows)]
+    """All whole steps of one token; the layer time is the one of the same run."""
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results():
+        if row["bench"] == "decode" and row["commit"] in DECODE_AT:
+            runs.setdefault((row["command"], row["commit"]), []).append(row)
+    newest = {command: rows for (command, _), rows in runs.items()}  # rows are only ever added
+    return [step for command, rows in newest.items() for step in steps_of(command, rows)]
 
 
 def steps_of(command: str, rows: list[dict[str, Any]]) -> Iterator[MeasuredStep]:
@@ -124,29 +193,123 @@ def steps_of(command: str, rows: list[dict[str, Any]]) -> Iterator[MeasuredStep]
     num_layers = int(cut[1]) if cut else 48
     (bare,) = (r for r in rows if r["figure"] == BARE and " 1024 tokens" in r["case"])
     layer_us = (bare["p50"] - bare["sol"]) / num_layers * 1e3
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        found.setdefault(row["case"], {})[row["figure"]] = row["p50"]
-    for case, figures in found.items():
+    for case, figures in by_case(rows).items():
         if {"whole step", "hit rate"} <= figures.keys():
-            step_ms, hit_rate = figures["whole step"], figures["hit rate"]
-            yield MeasuredStep(case, num_layers, step_ms, hit_rate, layer_us)
+            yield MeasuredStep(
+                case,
+                num_layers,
+                figures["whole step"]["p50"],
+                figures["hit rate"]["p50"],
+                rest_ms=bare["sol"],
+                layer_us=layer_us,
+                used=SHAPES[case.split(",")[0].split()[0]][0],
+            )
 
 
-@pytest.mark.parametrize(
-    "step", measured_steps(), ids=lambda step: f"{step.case}-{step.num_layers}"
-)
+def by_case(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["case"], {})[row["figure"]] = row
+    return found
+
+
+def measured_experts() -> list[MeasuredStep]:
+    """Experts of one token alone, in every format, all in slots."""
+    return [
+        MeasuredStep(row["case"], 8, row["p50"], 1.0)
+        for row in results()
+        if row["bench"] == "experts"
+        and row["commit"] == EXPERTS_AT
+        and "1 token, 100%" in row["case"]
+    ]
+
+
+def measured_streams() -> list[MeasuredStep]:
+    """Steps of one to eight streams of 16 layers in BF16. How many experts they used is in the
+    speed of light only: that of what is no expert is known, from `bench decode`."""
+    rows = [r for r in results() if r["bench"] == "serve" and r["commit"] == STREAMS_AT]
+    rest_ms, found = 1_235_000_000 / 4300e6, []
+    rates = MachineDescription.load("h200").rates(record_bytes=9_437_184)
+    for case, figures in by_case(rows).items():
+        count = re.search(r" (\d) streams?$", case)
+        if count is None:
+            continue
+        rows_ms = int(count[1]) * 1e3
+        speed, hit_rate = figures["all streams"], figures["hit rate"]["p50"]
+        read = max((1 - hit_rate) / rates.link_gbps, hit_rate / rates.hbm_gbps)
+        used = (rows_ms / speed["sol"] - rest_ms) / (16 * 9_437_184 * read / 1e6)
+        found.append(
+            MeasuredStep(
+                case,
+                16,
+                rows_ms / speed["p50"],
+                hit_rate,
+                rest_ms=rest_ms,
+                layer_us=rates.layer_us,
+                used=used,
+                num_rows=int(count[1]),
+            )
+        )
+    return found
+
+
+def name_of(step: MeasuredStep) -> str:
+    return f"{step.case}-{step.num_layers}"
+
+
+@pytest.mark.parametrize("step", measured_steps(), ids=name_of)
 def test_measured_steps_are_predicted(step: MeasuredStep) -> None:
     """From the layer time of the run itself; the experts' is one number for all."""
     assert step.predicted_ms() == pytest.approx(step.ms, rel=WITHIN)
 
 
+@pytest.mark.parametrize("step", measured_experts(), ids=name_of)
+def test_measured_experts_are_predicted(step: MeasuredStep) -> None:
+    assert step.predicted_ms() == pytest.approx(step.ms, rel=WITHIN)
+
+
+@pytest.mark.parametrize("step", measured_streams(), ids=name_of)
+def test_measured_streams_are_predicted(step: MeasuredStep) -> None:
+    """With the layer and row times of the machine file."""
+    assert step.predicted_ms() == pytest.approx(step.ms, rel=WITHIN)
+
+
+def test_all_measured_rows_are_looked_at() -> None:
+    steps = measured_steps()
+    assert len(steps) >= 40
+    assert {step.case.split(",")[0].split(" (")[0] for step in steps} == {
+        "qwen3-30b-a3b",
+        "qwen3-30b-a3b int4",
+        "qwen3-30b-a3b lossless",
+        "gpt-oss-20b mxfp4",
+        "qwen3.6-35b-a3b",
+    }
+    assert len(measured_experts()) == len(USUAL)
+    assert len(measured_streams()) == 12
+
+
 @pytest.mark.parametrize("without", ["layer_us", "experts_us"])
 def test_without_either_time_measured_steps_are_missed(without: str) -> None:
     """The control: some step is more than 10% off, where few bytes cross the link."""
-    off = [abs(step.predicted_ms(**{without: 0.0}) / step.ms - 1) for step in measured_steps()]
-    assert len(off) >= 20
+    steps = [*measured_steps(), *measured_experts()]
+    off = [abs(step.predicted_ms(**{without: 0.0}) / step.ms - 1) for step in steps]
     assert max(off) > WITHIN
+
+
+def test_without_shares_of_formats_steps_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: so is a whole step of gpt-oss-20b, and the experts of every packed format."""
+    monkeypatch.setattr(costmodel, "slot_read_bytes", lambda spec: spec.record_bytes)
+    missed = {
+        step.layer().expert.up_format.name
+        for step in measured_experts()
+        if abs(step.predicted_ms() / step.ms - 1) > WITHIN
+    }
+    assert missed == USUAL.keys() - {"plain"}
+    assert any(
+        abs(step.predicted_ms() / step.ms - 1) > WITHIN
+        for step in measured_steps()
+        if "gpt-oss" in step.case
+    )
 
 
 def test_distinct_experts() -> None:

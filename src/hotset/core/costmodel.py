@@ -1,15 +1,16 @@
 """What a decode step and a load take, from the rates of a machine and a model's geometry.
 
     decode step = resident weights / HBM + KV cache / HBM
-                  + sum over MoE layers of max(missed bytes / link, hit bytes / HBM)
+                  + sum over MoE layers of max(missed bytes / link, hit bytes / (share * HBM))
                   + decoder layers * (layer time + further rows * row time)
                   + MoE layers * experts' time
 
 Resident weights and experts of a layer wait for each other, so their times add up; hits and misses
 of a layer are read at the same time, by different programs of one kernel. Without the layer time
 (launches, latency, norms, softmax, routers) and the experts' (match, launches, sums) a step is the
-speed of light: what a measurement can come near to. With them, it is a prediction. Prompts are in
-`prompt_cost`.
+speed of light: what a measurement can come near to. With them, it is a prediction. The share is 1
+at the speed of light; in a prediction it is what the records' format reaches (`format_rates`).
+Prompts are in `prompt_cost`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
+from hotset.core.format_rates import slot_read_bytes
 from hotset.core.geometry import ModelGeometry, MoELayer
 
 
@@ -193,13 +195,13 @@ def _step(
 
 
 def _expected_layer_ms(layer: MoELayer, rates: Rates, hit_rate: float, used: float) -> float:
-    """Mean of max(misses / link, hits / HBM) over binomially distributed misses."""
+    """Mean of max(misses / link, hits / (share * HBM)) over binomially distributed misses."""
     num = max(1, round(used))
-    record_bytes = used / num * layer.expert.record_bytes / 1e6
+    each = used / num / 1e6
+    miss_ms = each * layer.expert.record_bytes / rates.link_gbps
+    hit_ms = each * slot_read_bytes(layer.expert) / rates.hbm_gbps
     total = 0.0
     for misses in range(num + 1):
         chance = comb(num, misses) * (1 - hit_rate) ** misses * hit_rate ** (num - misses)
-        link = misses * record_bytes / rates.link_gbps
-        hbm = (num - misses) * record_bytes / rates.hbm_gbps
-        total += chance * max(link, hbm)
+        total += chance * max(misses * miss_ms, (num - misses) * hit_ms)
     return total

@@ -8,6 +8,7 @@ import torch
 
 from hotset.kernels.dependent import dependent_launch
 from hotset.kernels.products import MAX_TOKENS, launch_products
+from hotset.kernels.products_dot import pays
 from hotset.kernels.topk import launch_topk, softmax_topk_reference
 from kernels.support import DEVICE, EPS32
 
@@ -48,9 +49,11 @@ def test_products_within_the_derived_bound(name: str) -> None:
         part = columns // 16
         less = exact - x_TC[:, :part].double() @ w_NC[:, :part].double().T
         assert ((y_TN.double() - less).abs() > bound).any()
-    for token in (0, MAX_TOKENS - 1):
-        alone = launch_products(x_TC[token : token + 1].contiguous(), matrices, [])
-        assert all(torch.equal(a[0], y[token]) for a, y in zip(alone, together, strict=True))
+    # Of one kernel: rows in registers for up to three tokens, and for few rows; else tensor cores.
+    whole = pays(MAX_TOKENS, sizes, BF16)
+    for tokens in ([0, 5, 2, 7], [7, 1, 6, 0, 3]) if whole else ([0], [MAX_TOKENS - 1]):
+        fewer = launch_products(x_TC[tokens].contiguous(), matrices, [])
+        assert all(torch.equal(a, y[tokens]) for a, y in zip(fewer, together, strict=True))
 
 
 def test_routers_choose_as_the_library() -> None:

@@ -225,6 +225,8 @@ def main(capability: int) -> None:
     case("match, many", match.match, ids_TK, many)
     matrices = [torch.empty(rows, 2048, dtype=torch.bfloat16) for rows in (4096, 512, 512)]
     case("products", products.launch_products, matrices[1][:2], matrices, [])
+    x_TC = torch.empty(8, 2048, dtype=torch.bfloat16)
+    case("products, tensor cores", products.launch_products, x_TC, matrices, [])
     lengths_B = torch.zeros(16, dtype=torch.int32)
     case("mask of padding", padding.launch_mask_padding, ids_TK, lengths_B)
     addresses = torch.zeros(4, dtype=torch.int64)

@@ -71,6 +71,9 @@ def test_sums_read_ahead_only_behind_experts(facts: Facts) -> None:
 def test_products_read_weights_16_bytes_at_a_time(facts: Facts) -> None:
     for row in rows(facts, "products"):
         assert row["loads_16_bytes"] >= 8, row
+    for row in rows(facts, "products, tensor cores"):
+        assert row["async_copies_16_bytes"] == row["async_copies"] > 0, row
+        assert row["tensor_core"] > 0 and row["read_ahead"] == [], row
 
 
 @pytest.mark.parametrize("case", ["small batch", "small batch, fill", "prompt", "long prompt"])

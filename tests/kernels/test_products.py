@@ -16,6 +16,7 @@ from hotset.kernels.products import (
     products_reference,
     rows_of_program,
 )
+from hotset.kernels.products_dot import launch_dot_products, pays
 from kernels.support import DEVICE, EPS32
 
 BF16 = torch.bfloat16
@@ -91,6 +92,47 @@ def test_a_matrix_has_the_same_bits_alone_and_among_others() -> None:
     together = launch_products(x_TC, weights, [], rows=2)
     for y_TN, w_NC in zip(together, weights, strict=True):
         assert torch.equal(launch_products(x_TC, [w_NC], [], rows=2)[0], y_TN)
+
+
+# (tokens, columns, rows of each matrix): whole tiles; rows, columns and tokens that are not.
+DOT_SHAPES = [(8, 256, (16, 32)), (4, 264, (5, 17)), (5, 40, (3,)), (7, 512, (16, 1, 9, 2))]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("shape", DOT_SHAPES)
+def test_on_tensor_cores_within_the_derived_bound(
+    dtype: torch.dtype, shape: tuple[int, int, tuple[int, ...]]
+) -> None:
+    x_TC, weights, biases = make(shape, dtype)
+    for given in ([], biases):
+        got = launch_dot_products(x_TC, weights, given)
+        assert [tuple(y.shape) for y in got] == [(len(x_TC), len(w)) for w in weights]
+        assert excess(got, x_TC, weights, given) <= 1
+    # Controls: a bias, or a column, that is left out is seen.
+    assert excess(launch_dot_products(x_TC, weights, []), x_TC, weights, biases) > 1
+    less = x_TC.clone()
+    less[:, -1] = 0
+    assert excess(launch_dot_products(less, weights, []), x_TC, weights, []) > 1
+
+
+def test_on_tensor_cores_a_token_has_the_same_bits_among_others() -> None:
+    x_TC, weights, biases = make((8, 264, (16, 5)), BF16)
+    together = launch_dot_products(x_TC, weights, biases)
+    for tokens in ([0, 1, 2, 3], [7, 2, 5, 0, 6]):
+        fewer = launch_dot_products(x_TC[tokens].contiguous(), weights, biases)
+        for all_TN, some_TN in zip(together, fewer, strict=True):
+            assert torch.equal(all_TN[tokens], some_TN)
+
+
+def test_shapes_alone_choose_the_kernel() -> None:
+    assert pays(8, [4096, 512, 512], BF16) and pays(4, [2048], torch.float16)
+    assert not pays(2, [4096, 512, 512], BF16)  # rows held in registers are as fast
+    assert not pays(8, [128], BF16)  # a router: too few programs
+    assert not pays(8, [2048], torch.float32)  # no tensor core multiplies it
+    x_TC, weights, biases = make((4, 40, (1024,)), BF16)
+    chosen, held = (launch_products(x_TC, weights, biases, rows=n)[0] for n in (None, 2))
+    assert torch.equal(chosen, launch_dot_products(x_TC, weights, biases)[0])
+    assert chosen.shape == held.shape
 
 
 def test_programs_hold_whole_rows_and_fill_a_card() -> None:

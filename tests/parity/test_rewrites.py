@@ -13,7 +13,8 @@ from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from hotset.kernels.products import MAX_MATRICES, MAX_TOKENS
+from hotset.kernels.product_parts import MAX_MATRICES
+from hotset.kernels.products import MAX_TOKENS
 from hotset.models.rewrites import Rewrites
 from tiny import auto_class, tiny_config
 

@@ -6,7 +6,7 @@ A decode step multiplies the same row with several matrices (queries, keys and v
 expert's gate and up). Each alone waits for launch and latency, not for bytes: on an H200 a product
 of 2 MiB took 5.4 us, one of 16 MiB 6.9. A program holds whole rows of a matrix in registers, reads
 them while the kernel before it still runs, and takes all tokens over them; so its sums have one
-order whatever the number of tokens.
+order whatever the number of tokens. From four tokens on tensor cores take them (`products_dot`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 # mypy: disable-error-code="assignment"
@@ -15,7 +15,6 @@ order whatever the number of tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 import triton
@@ -23,11 +22,17 @@ import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import is_interpreted, load_tile, round_to
-
-_T = TypeVar("_T")
+from hotset.kernels.product_parts import (
+    MAX_MATRICES,
+    alignment,
+    block_ends,
+    four,
+    pick,
+    pick_address,
+)
+from hotset.kernels.products_dot import launch_dot_products, pays
 
 MAX_TOKENS = 8
-MAX_MATRICES = 4
 # Columns of a matrix whose rows a program can hold.
 MAX_COLUMNS = 16384
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,19 +46,6 @@ _WARPS = 4
 _TOKENS_AHEAD = 2
 # With fewer programs than this, multiprocessors of a large card would stay idle (132 on an H200).
 _LEAST_PROGRAMS = 256
-
-
-@triton.jit
-def _pick(block, a, b, c, d, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """`a` for blocks before B, then `b`, `c` before D, and `d`; all integers."""
-    return tl.where(block < B, a, tl.where(block < C, b, tl.where(block < D, c, d)))
-
-
-@triton.jit
-def _pick_address(block, a, b, c, d, B: tl.constexpr, C: tl.constexpr, D: tl.constexpr):
-    """`_pick` of pointers, as an integer: a hint of alignment must stand at the cast back."""
-    a, b, c, d = a.to(tl.int64), b.to(tl.int64), c.to(tl.int64), d.to(tl.int64)
-    return _pick(block, a, b, c, d, B, C, D)
 
 
 @triton.jit
@@ -115,11 +107,11 @@ def _products_kernel(
     DEPENDENT: tl.constexpr,
 ):
     block = tl.program_id(0)
-    before = _pick(block, 0, BLOCKS_1, BLOCKS_2, BLOCKS_3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
-    num_rows = _pick(block, N0, N1, N2, N3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
+    before = pick(block, 0, BLOCKS_1, BLOCKS_2, BLOCKS_3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
+    num_rows = pick(block, N0, N1, N2, N3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
     dtype: tl.constexpr = x_TC.dtype.element_ty
     pointer: tl.constexpr = tl.pointer_type(dtype)
-    weights = _pick_address(block, w0, w1, w2, w3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
+    weights = pick_address(block, w0, w1, w2, w3, BLOCKS_1, BLOCKS_2, BLOCKS_3)
     w_NC = tl.multiple_of(weights.to(pointer), ALIGNMENT)
     row = (block - before) * ROWS + tl.arange(0, ROWS)
     col = tl.arange(0, COLS)
@@ -132,9 +124,9 @@ def _products_kernel(
     if CONSTANT:
         wait_for_previous(DEPENDENT)
 
-    y_TN = _pick_address(block, y0, y1, y2, y3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
+    y_TN = pick_address(block, y0, y1, y2, y3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
     if HAS_BIAS:
-        bias_N = _pick_address(block, b0, b1, b2, b3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
+        bias_N = pick_address(block, b0, b1, b2, b3, BLOCKS_1, BLOCKS_2, BLOCKS_3).to(pointer)
         bias = tl.load(bias_N + row, mask=row < num_rows, other=0.0).to(tl.float32)
     sums = _sums_of_tokens(x_TC, w, col, TOKENS, COLUMNS, COLS, AHEAD)
     for t in tl.static_range(TOKENS):
@@ -170,14 +162,14 @@ def launch_products(
     rows: int | None = None,
     warps: int = _WARPS,
 ) -> list[torch.Tensor]:
-    """Products of the rows of `x_TC` with each matrix.
+    """Products of the rows of `x_TC` with each matrix. Which kernel runs shapes alone decide.
 
     Args:
         x_TC: [T, C], T at most `MAX_TOKENS`, contiguous.
         weights: up to `MAX_MATRICES` of [N_i, C], contiguous, dtype of `x_TC`. Those that are
             parameters must not change while kernels run: they are read ahead.
         biases: none, or one of [N_i] for each matrix.
-        rows, warps: of a program, for measurements; they may change low bits.
+        rows, warps: of a program that holds rows, for measurements; they may change low bits.
 
     Returns:
         [T, N_i] for each matrix, in the dtype of `x_TC`.
@@ -187,27 +179,25 @@ def launch_products(
     assert x_TC.is_contiguous() and all(w.is_contiguous() for w in weights)
     assert all(w.shape[1] == columns and w.dtype == x_TC.dtype for w in weights)
     sizes = [w.shape[0] for w in weights]
+    if rows is None and pays(num_tokens, sizes, x_TC.dtype):
+        return launch_dot_products(x_TC, weights, biases)
     rows = rows_of_program(columns, sum(sizes), x_TC.element_size()) if rows is None else rows
     cols = triton.next_power_of_2(columns)
     outs = [x_TC.new_empty(num_tokens, size) for size in sizes]
-    aligned = all(w.data_ptr() % 16 == 0 for w in weights)
-    blocks = [0]
-    for size in sizes:
-        blocks.append(blocks[-1] + triton.cdiv(size, rows))
-    ends = blocks[1:] + blocks[-1:] * (MAX_MATRICES - len(weights))
-    _products_kernel[(blocks[-1],)](
+    ends = block_ends(sizes, rows)
+    _products_kernel[(ends[-1],)](
         x_TC,
-        *_four(weights),
-        *_four(biases or outs),
-        *_four(outs),
-        *_four(sizes),
+        *four(weights),
+        *four(biases or outs),
+        *four(outs),
+        *four(sizes),
         *ends[:3],
         TOKENS=num_tokens,
         COLUMNS=columns,
         HAS_BIAS=bool(biases),
         WHOLE_TILES=columns == cols and all(size % rows == 0 for size in sizes),
         CONSTANT=all(isinstance(w, torch.nn.Parameter) for w in weights),
-        ALIGNMENT=16 if aligned else x_TC.element_size(),
+        ALIGNMENT=alignment(weights),
         ROWS=rows,
         COLS=cols,
         AHEAD=min(_TOKENS_AHEAD, num_tokens),
@@ -216,11 +206,6 @@ def launch_products(
         **dependent_launch(x_TC.device),
     )
     return outs
-
-
-def _four(items: Sequence[_T]) -> list[_T]:
-    """As many as the kernel has arguments for; those that are not there are never used."""
-    return [*items, *[items[0]] * (MAX_MATRICES - len(items))]
 
 
 def products_reference(

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
-from hotset.kernels import products, topk
+from hotset.kernels import product_parts, products, products_dot, topk
 
 _aten = torch.ops.aten
 
@@ -29,8 +29,9 @@ class Rewrites(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> object:
         """Part of the compiler's cache key: changes whenever what is put in place does."""
+        ours = (product_parts, products, products_dot, topk)
         return torch._inductor.custom_graph_pass.get_hash_for_files(
-            (__file__, products.__file__, topk.__file__)
+            (__file__, *(module.__file__ for module in ours))
         )
 
 
@@ -163,8 +164,8 @@ def _products_of_few_tokens(graph: fx.Graph) -> None:
         if found is not None:
             groups.setdefault(found.key, []).append(found)
     for group in groups.values():
-        for first in range(0, len(group), products.MAX_MATRICES):
-            _join(graph, group[first : first + products.MAX_MATRICES])
+        for first in range(0, len(group), product_parts.MAX_MATRICES):
+            _join(graph, group[first : first + product_parts.MAX_MATRICES])
 
 
 def _product(node: fx.Node) -> _Product | None:

@@ -2,8 +2,10 @@
 
     between two layers' experts = resident weights (FLOPs, or bytes) + attention FLOPs
                                   + norms and the like (bytes) + layer time
+                                  + time of each chunk behind the first
     experts of a layer          = FLOPs, half a block of tokens counted for each expert, or bytes
-                                  + bytes of weights that are dequantised beforehand
+                                  + weights that are dequantised beforehand: bytes, at their
+                                    format's share of memory's rate (`format_rates`)
                                   + bytes of outputs and running sums
 
 Missing records come over the link group by group, while the device computes on what is there; how
@@ -22,6 +24,7 @@ from math import ceil, log2
 import numpy as np
 
 from hotset.core.costmodel import Rates, distinct_experts
+from hotset.core.format_rates import dequantise_bytes
 from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.record import DTYPE_BYTES
 from hotset.core.staging import (
@@ -47,6 +50,15 @@ _SUM_BYTES = 4
 # no fused kernel computes a norm or an embedding it is up to 128.
 POINTWISE_BYTES = 12
 
+# What a layer of a chunk with others before it takes beside `prompt_layer` of the machine: keys and
+# values are gathered, attention runs in two parts that are merged, and all of it is launched while
+# the host has groups to see to. Fitted to quantised prompts of 8,192 tokens in two chunks (12
+# layers of the 30B-A3B shape on an H200, a quarter in slots, commit b7d3087). Measured over
+# predicted was 1.11 (INT4), 1.26 (MXFP4), 1.30 (NVFP4) and 1.08 (FP8) without it and with weights
+# made at the full rate, and is 0.93, 1.07, 1.09 and 0.99, by the rates of those runs. 32,768 tokens
+# of BF16 in eight chunks asked for 1,400 each before norms were fused (decision 0015).
+CHUNK_US = 1000.0
+
 # Tokens of real text, and as many independent ones as use that many experts of a layer: neighbours
 # route alike. Means over the beginnings of the sequences of three recorded models (gpt-oss-20b, a
 # 54M and a 6M model; 2.4 to 2.9 at 4, 11 to 16 at 64, 13 to 28 at 256).
@@ -64,7 +76,7 @@ class PromptCost:
         resident_ms: FLOPs or bytes, whichever take longer, of what is no expert.
         attention_ms: scores and their sums.
         pointwise_ms: norms, rotary embeddings and residual sums: bytes of activations.
-        layers_ms: what the layers take beyond that.
+        layers_ms: what the layers take beyond that, for each chunk.
         total_ms: all together; more than the sum of the terms but the first by what the device
             waits for the link.
         num_passes: forwards over the whole model; each streams the cold experts once more.
@@ -263,7 +275,9 @@ def _pass(
     resident_ms = sum(_resident_ms(geometry, rates, end - start) for start, end in chunks)
     attention = sum(_attention_ms(geometry, rates, start, end) for start, end in chunks)
     pointwise = _pointwise_bytes(geometry) * tokens / rates.hbm_gbps / 1e6
-    overhead = len(chunks) * geometry.num_layers * rates.prompt_layer_us / 1e3
+    num_later = sum(start > 0 for start, _ in chunks)
+    chunks_us = len(chunks) * rates.prompt_layer_us + num_later * CHUNK_US
+    overhead = geometry.num_layers * chunks_us / 1e3
     between = (resident_ms + attention + pointwise + overhead) / len(layers)
     return PromptCost(
         stream_ms=sum(layer.copy_ms for layer in layers),
@@ -330,8 +344,7 @@ def _dequantise_ms(layer: MoELayer, rates: Rates, largest_chunk: int, num_used: 
     """Records read and plain ones written, once for all chunks that multiply with these."""
     if not _is_dequantised(layer, largest_chunk):
         return 0.0
-    moved = layer.expert.record_bytes + layer.expert.as_plain().record_bytes
-    return num_used * moved / rates.hbm_gbps / 1e6
+    return num_used * dequantise_bytes(layer.expert) / rates.hbm_gbps / 1e6
 
 
 def _is_dequantised(layer: MoELayer, num_tokens: int) -> bool:

@@ -24,14 +24,15 @@ from hotset.kernels.device import field_pointer, is_interpreted, load_tile
 from hotset.kernels.launch import DEQUANTISE, Tile
 from hotset.kernels.lossless import lossless_tile
 from hotset.kernels.packed import Matrix, input_columns, packed_tile
+from hotset.kernels.relaunch import Relaunch
 
 
 @triton.jit
 def _dequantise_kernel(
     address_N,
     out,
-    out_bytes,
-    num_rows,
+    OUT_BYTES: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
     M: tl.constexpr,
     OUT_OFFSET: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -44,9 +45,9 @@ def _dequantise_kernel(
     if record == 0:
         return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < num_rows
+    inside = rows < NUM_ROWS
     nowhere = tl.full((), 0, tl.int64)
-    plain = field_pointer(out.to(tl.int64) + index.to(tl.int64) * out_bytes, OUT_OFFSET, DTYPE)
+    plain = field_pointer(out.to(tl.int64) + index.to(tl.int64) * OUT_BYTES, OUT_OFFSET, DTYPE)
     for first in range(0, M.columns, COLS):
         cols = first + tl.arange(0, COLS)
         real = inside[:, None] & (cols < M.columns)[None, :]
@@ -78,28 +79,29 @@ def _dequantise_kernel(
 
 def dequantise_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
     """Writes records as plain ones; see `dispatch.Kernels.dequantise_records`."""
-    interpret = is_interpreted(_dequantise_kernel)
-    for num_tiles, num_rows, given in _launches(spec):
-        _dequantise_kernel[(num_tiles, address_N.numel())](
-            address_N, out_ND, out_ND.shape[1], num_rows, INTERPRET=interpret, **given
-        )
+    for num_tiles, run in _launches(spec, out_ND.shape[1]):
+        run((num_tiles, address_N.numel()), (address_N, out_ND))
 
 
 @cache
-def _launches(spec: ExpertSpec) -> tuple[tuple[int, int, dict[str, Any]], ...]:
-    """Of each matrix its tiles, its rows, and what is compiled in: found once for a format, as it
-    takes the host as long as the launches."""
+def _launches(spec: ExpertSpec, out_bytes: int) -> tuple[tuple[int, Relaunch], ...]:
+    """Of each matrix its tiles, and what launches them: found once for a format, as it takes the
+    host as long as the launches."""
     offset = {field.name: field.offset for field in spec.as_plain().layout.fields}
     found = []
     for name, matrix, num_rows in _matrices(spec):
         tile = DEQUANTISE[matrix.per_word]
-        given = {
+        constants = {
+            "OUT_BYTES": out_bytes,
+            "NUM_ROWS": num_rows,
             "M": matrix,
             "OUT_OFFSET": offset[name],
             "DTYPE": getattr(tl, spec.dtype),
+            "INTERPRET": is_interpreted(_dequantise_kernel),
             **_launch_shape(tile, matrix),
         }
-        found.append((triton.cdiv(num_rows, tile.rows), num_rows, given))
+        run = Relaunch(_dequantise_kernel, constants)
+        found.append((triton.cdiv(num_rows, tile.rows), run))
     return tuple(found)
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -42,6 +41,7 @@ from hotset.kernels.moe_grouped import (
 )
 from hotset.kernels.packed import Matrix
 from hotset.kernels.ranges import NumBlocks, Ranges
+from hotset.kernels.relaunch import Relaunch
 
 _BLOCK_H = 2048
 
@@ -168,7 +168,7 @@ def _down_range_kernel(
             tl.store(out, y, mask=(token < num_rows)[:, None] & inside[None, :])
 
 
-@triton.jit(do_not_specialize=["first", "stop", "skip", "size"])
+@triton.jit(do_not_specialize=["first", "stop", "skip", "size", "num_experts"])
 def _accumulate_kernel(
     y_RH,
     place_TK,
@@ -267,21 +267,12 @@ def expert_rows(
         h_RI, y_RH: written; rows beyond the window's pairs are left as they are.
     """
     grouping = ranges.grouping
-    up, down = _launches(spec, x_TH.dtype, grouping.block_tokens, x_TH.device)
+    top_k = ranges.ids_TK.shape[1]
+    up, down = _launches(spec, x_TH.dtype, top_k, grouping.block_tokens, x_TH.device)
     blocks = (grouping.block_expert_B, grouping.block_start_B, ranges.first_block, address_E)
-    _up_range_kernel[up.grid(window[3])](
-        x_TH,
-        grouping.order_N,
-        grouping.bounds,
-        *blocks,
-        h_RI,
-        *window,
-        TOP_K=ranges.ids_TK.shape[1],
-        **up.constants,
-    )
-    _down_range_kernel[down.grid(window[3])](
-        h_RI, grouping.bounds, *blocks, y_RH, *window, **down.constants
-    )
+    read = (x_TH, grouping.order_N, grouping.bounds, *blocks)
+    up.run(up.grid(window[3]), (*read, h_RI), window)
+    down.run(down.grid(window[3]), (h_RI, grouping.bounds, *blocks, y_RH), window)
 
 
 def accumulate(
@@ -297,24 +288,25 @@ def accumulate(
     `sum_TH` and `out_TH` as of `dispatch.Kernels.add_experts`."""
     num_tokens, top_k = ranges.place_TK.shape
     hidden, grouping = y_RH.shape[1], ranges.grouping
-    _accumulate_kernel[(num_tokens, triton.cdiv(hidden, _BLOCK_H))](
-        y_RH,
-        ranges.place_TK,
-        weights_TK,
-        grouping.bounds,
-        grouping.block_start_B,
-        ranges.first_block,
-        sum_TH,
-        out_TH,
-        *window,
-        grouping.num_experts,
-        HIDDEN=hidden,
-        TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k),
-        BLOCK_H=min(_BLOCK_H, triton.next_power_of_2(hidden)),
-        INTERPRET=is_interpreted(_accumulate_kernel),
-        num_warps=4,
+    places = (grouping.bounds, grouping.block_start_B, ranges.first_block)
+    _accumulates(hidden, top_k)(
+        (num_tokens, triton.cdiv(hidden, _BLOCK_H)),
+        (y_RH, ranges.place_TK, weights_TK, *places, sum_TH, out_TH),
+        (*window, grouping.num_experts),
     )
+
+
+@cache
+def _accumulates(hidden: int, top_k: int) -> Relaunch:
+    constants = {
+        "HIDDEN": hidden,
+        "TOP_K": top_k,
+        "CHOICES": triton.next_power_of_2(top_k),
+        "BLOCK_H": min(_BLOCK_H, triton.next_power_of_2(hidden)),
+        "INTERPRET": is_interpreted(_accumulate_kernel),
+        "num_warps": 4,
+    }
+    return Relaunch(_accumulate_kernel, constants)
 
 
 @dataclass(frozen=True)
@@ -324,12 +316,12 @@ class _Launch:
     Attributes:
         tiles: of a block.
         most_programs: that run at a time.
-        constants: of the kernel.
+        run: launches it.
     """
 
     tiles: int
     most_programs: int
-    constants: dict[str, Any]
+    run: Relaunch
 
     def grid(self, num_blocks: int) -> tuple[int]:
         """No more programs than run at a time."""
@@ -338,17 +330,17 @@ class _Launch:
 
 @cache  # a layer of a prompt asks for it dozens of times, and it takes as long as the launches
 def _launches(
-    spec: ExpertSpec, dtype: torch.dtype, block_tokens: int, device: torch.device
+    spec: ExpertSpec, dtype: torch.dtype, top_k: int, block_tokens: int, device: torch.device
 ) -> tuple[_Launch, _Launch]:
     """Of the first projection and of the second."""
     shared_bytes, launches = shared_memory_bytes(device), []
     offset = {field.name: field.offset for field in spec.layout.fields}
-    for name in ("up", "down"):
+    for name, kernel in (("up", _up_range_kernel), ("down", _down_range_kernel)):
         matrix = Matrix.of(spec, name)
         tile = matrix_tile(matrix, dtype.itemsize, block_tokens, device, fill=False)
-        rows, gate = spec.hidden, {}
+        rows, own = spec.hidden, {}
         if name == "up":
-            rows, gate = spec.intermediate, gate_constants(spec.gate)
+            rows, own = spec.intermediate, {"TOP_K": top_k, **gate_constants(spec.gate)}
             if spec.gate.has_gate:
                 rows *= 2
         each = resident_programs(tile, dtype.itemsize, block_tokens, shared_bytes)
@@ -357,10 +349,11 @@ def _launches(
             "BIAS": offset.get(f"{name}_bias", 0),
             **shared_constants(spec, block_tokens, fill=False),
             **launch_shape(tile),
-            **gate,
+            **own,
         }
         most = each * _num_processors(device)
-        launches.append(_Launch(triton.cdiv(rows, tile.rows), most, constants))
+        run = Relaunch(kernel, constants)
+        launches.append(_Launch(triton.cdiv(rows, tile.rows), most, run))
     up, down = launches
     return up, down
 

@@ -12,12 +12,14 @@ a weight; which modules compute this is `models/norms`'s business.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 
 from hotset.kernels.device import is_interpreted, round_to
+from hotset.kernels.relaunch import Relaunch
 
 # Elements of a program: eight a thread with four warps.
 _TILE = 4096
@@ -49,7 +51,7 @@ def reference(x: torch.Tensor, weight_H: torch.Tensor | None, form: NormForm) ->
     return (n * (weight_H.float() + form.offset)).to(x.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "eps", "offset"])
 def _rms_norm_kernel(
     x_NH,
     weight_H,
@@ -93,22 +95,25 @@ def rms_norm(x: torch.Tensor, weight_H: torch.Tensor | None, form: NormForm) -> 
     assert weight_H is None or (weight_H.dtype == x.dtype and weight_H.is_contiguous())
     x = x.contiguous()
     y, dim = torch.empty_like(x), x.shape[-1]
+    rows, run = _launches(dim, weight_H is not None, form.rounds_first)
+    num_rows = x.numel() // dim
+    tensors = (x, x if weight_H is None else weight_H, y)
+    run((triton.cdiv(num_rows, rows),), tensors, (num_rows, float(form.eps), float(form.offset)))
+    return y
+
+
+@cache
+def _launches(dim: int, has_weight: bool, rounds_first: bool) -> tuple[int, Relaunch]:
+    """Rows of a program, and what launches it."""
     columns = triton.next_power_of_2(dim)
     rows = max(1, _TILE // columns)
-    num_rows = x.numel() // dim
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        x if weight_H is None else weight_H,
-        y,
-        num_rows,
-        form.eps,
-        form.offset,
-        DIM=dim,
-        COLUMNS=columns,
-        ROWS=rows,
-        HAS_WEIGHT=weight_H is not None,
-        ROUNDS_FIRST=form.rounds_first,
-        INTERPRET=is_interpreted(_rms_norm_kernel),
-        num_warps=4,
-    )
-    return y
+    constants = {
+        "DIM": dim,
+        "COLUMNS": columns,
+        "ROWS": rows,
+        "HAS_WEIGHT": has_weight,
+        "ROUNDS_FIRST": rounds_first,
+        "INTERPRET": is_interpreted(_rms_norm_kernel),
+        "num_warps": 4,
+    }
+    return rows, Relaunch(_rms_norm_kernel, constants)

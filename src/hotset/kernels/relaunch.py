@@ -1,0 +1,75 @@
+"""A kernel that is launched again and again: what Triton works out at each launch, found once.
+
+Triton binds names, looks at every argument and makes a key of all constants to find the compiled
+kernel, tens of microseconds of the host, and a prompt of a quantised model is bound by what the
+host launches. Here what may change between launches is looked at: where tensors lie and their
+dtypes. Numbers are never specialised. Knows kernels by their parameters only: tensors first, then
+numbers, then constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from triton.runtime import driver
+
+from hotset.kernels.device import is_interpreted
+
+# What Triton's compiler takes as known of a pointer, or not.
+_ALIGNMENT = 16
+
+
+class Relaunch:
+    """One kernel with its constants.
+
+    Args:
+        kernel: a `@triton.jit` function whose parameters are tensors, numbers that are not
+            specialised, and constants, in this order.
+        constants: the kernel's, and how it is launched (`num_warps`, ...).
+    """
+
+    def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:
+        self._kernel, self._constants = kernel, constants
+        self._interpreted = is_interpreted(kernel)
+        self._known: dict[tuple[object, ...], Any] = {}
+        if self._interpreted:
+            return
+        params = list(kernel.params)
+        self._num_given = sum(not param.is_constexpr for param in params)
+        assert not any(param.is_constexpr for param in params[: self._num_given])
+        self._numbers = params[: self._num_given]
+        self._last = [constants[param.name] for param in params[self._num_given :]]
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        tensors: Sequence[torch.Tensor],
+        numbers: Sequence[float] = (),
+    ) -> None:
+        """Launches it on the current stream.
+
+        Args:
+            grid: number of programs, of up to three axes.
+            tensors, numbers: the kernel's, all of them; whole numbers take 31 bits.
+        """
+        if self._interpreted:
+            self._kernel[grid](*tensors, *numbers, **self._constants)
+            return
+        places = [tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors]
+        key = (driver.active.get_current_device(), *places, *(t.dtype for t in tensors))
+        compiled = self._known.get(key)
+        if compiled is not None:
+            axes = (*grid, 1, 1)[:3]
+            compiled[axes](*tensors, *numbers, *self._last)
+            return
+        self._check(tensors, numbers)
+        compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
+        if compiled is not None:  # it is where kernels are compiled only, for tests
+            self._known[key] = compiled
+
+    def _check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
+        assert len(tensors) + len(numbers) == self._num_given, self._kernel.fn.__name__
+        for param, number in zip(self._numbers[len(tensors) :], numbers, strict=True):
+            assert param.do_not_specialize and abs(number) < 2**31, (param.name, number)

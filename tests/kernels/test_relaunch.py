@@ -1,0 +1,93 @@
+"""Launches that skip Triton's own look at the arguments: never for arguments of another kind."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from hotset.kernels import relaunch
+from hotset.kernels.relaunch import Relaunch
+
+
+def _stand_in(x, y, count, scale, SIZE: tl.constexpr, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
+    pass
+
+
+class Compiled:
+    """A compiled kernel that writes down how it is launched."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self._log = log
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args: self._log.append(("again", grid, args))
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was launched, by Triton itself (`first`) or past it (`again`)."""
+    found: list[Any] = []
+
+    def first(kernel: Any, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> Compiled:
+            found.append(("first", grid, args, kwargs))
+            return Compiled(found)
+
+        return launch
+
+    monkeypatch.setattr(JITFunction, "__getitem__", first)
+    active = SimpleNamespace(get_current_device=lambda: 0)
+    monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
+    return found
+
+
+def made(*, specialised: bool = False) -> Relaunch:
+    never = [] if specialised else ["count", "scale"]
+    kernel = JITFunction(_stand_in, do_not_specialize=never)
+    return Relaunch(kernel, {"NAME": "n", "SIZE": 8, "num_warps": 2})
+
+
+def test_the_first_launch_is_triton_s_and_later_ones_of_the_kind_go_past_it(log: list[Any]) -> None:
+    run, (x, y) = made(), torch.zeros(2, 64)
+    run((3,), (x, y), (5, 0.5))
+    run((4, 2), (y, x), (6, 1.5))
+    assert log[0] == ("first", (3,), (x, y, 5, 0.5), {"NAME": "n", "SIZE": 8, "num_warps": 2})
+    # Everything in the order of the parameters, constants too, and nothing that is not one.
+    kind, grid, args = log[1]
+    assert (kind, grid) == ("again", (4, 2, 1)) and args[0] is y and args[1] is x
+    assert args[2:] == (6, 1.5, 8, "n")
+
+
+@pytest.mark.parametrize(
+    "other", [torch.zeros(64, dtype=torch.float16), torch.zeros(65)[1:]], ids=["dtype", "place"]
+)
+def test_another_dtype_or_alignment_is_triton_s_again(log: list[Any], other: torch.Tensor) -> None:
+    run, x = made(), torch.zeros(64)
+    for y in (x, other, x, other):
+        run((1,), (x, y), (5, 0.5))
+    assert [entry[0] for entry in log] == ["first", "first", "again", "again"]
+
+
+def test_another_device_is_triton_s_again(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    run, x = made(), torch.zeros(64)
+    run((1,), (x, x), (5, 0.5))
+    active = SimpleNamespace(get_current_device=lambda: 1)
+    monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
+    run((1,), (x, x), (5, 0.5))
+    assert [entry[0] for entry in log] == ["first", "first"]
+
+
+def test_numbers_that_a_kernel_may_be_compiled_for_are_a_bug(log: list[Any]) -> None:
+    x = torch.zeros(64)
+    with pytest.raises(AssertionError, match="count"):
+        made(specialised=True)((1,), (x, x), (5, 0.5))
+    with pytest.raises(AssertionError, match="count"):
+        made()((1,), (x, x), (2**31, 0.5))
+    with pytest.raises(AssertionError, match="_stand_in"):
+        made()((1,), (x,), (5, 0.5))
+    assert not log

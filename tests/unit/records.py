@@ -67,12 +67,13 @@ def make_store(
     staging_records: int = 0,
     num_buffers: int = 2,
     poison: bool = True,
+    device: torch.device = CPU,
 ) -> ExpertStore:
-    """A store on the CPU, its arena filled."""
+    """A store, on the CPU unless told, its arena filled."""
     store = ExpertStore(
         moe,
         pools_of(moe, num_slots),
-        device=CPU,
+        device=device,
         staging_records=staging_records,
         num_buffers=num_buffers,
         poison=poison,

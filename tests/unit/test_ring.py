@@ -94,7 +94,7 @@ def test_a_buffer_whose_copies_are_interrupted_stays_idle(monkeypatch: pytest.Mo
 def test_a_staged_record_is_copied_to_a_slot() -> None:
     store = make_store(layers(6), 3, staging_records=6)
     staged = store.ring.stage(0, [1, 4], record_bytes=store.layers[0].expert.record_bytes)
-    store.ring.copy_to_slot(staged, 4, store.slots, 2)
+    store.ring.copy_to_slots(staged, [4], store.slots, [2])
     assert torch.equal(store.slots.view(2), record_bytes(store, 0, 4))
     assert store.ring.copied_bytes == 2 * store.layers[0].expert.record_bytes, "no link bytes"
 

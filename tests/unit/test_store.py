@@ -13,6 +13,7 @@ from records import expert, layers, make_store, record_bytes, resident, routed, 
 from hotset.core.placement import Placement
 from hotset.experts.slots import POISON
 from hotset.experts.store import ExpertStore
+from hotset.kernels.gather import copy_records
 from hotset.runtime.routing import RoutingLog
 from hotset.runtime.steps import Steps
 
@@ -241,7 +242,7 @@ def test_a_step_that_breaks_off_between_two_notes_is_mended(
     store = make_store(layers(6, 4), 3, staging_records=2)
     store.place(resident(store, {0: [1, 2], 1: [0]}))
     staged = store.ring.stage(0, [4], record_bytes=RECORD)
-    store.tee(staged, 4, 1)
+    store.tee(staged, [(4, 1)])
     part, name = where.split(".")
     carry_out = getattr(getattr(store, part), name)
 
@@ -257,6 +258,60 @@ def test_a_step_that_breaks_off_between_two_notes_is_mended(
     store.restore()
     store.placement.check()
     assert store.audit() == [] and not store.is_torn
+
+
+def teed(store: ExpertStore, pairs: list[tuple[int, int]]) -> None:
+    """Copies all of a group to slots, whoever is handed them later."""
+    staged = store.ring.stage(0, [3, 4, 5], record_bytes=RECORD)
+    store.tee(staged, pairs)
+    store.ring.release(staged)
+
+
+def test_a_group_of_records_changes_hands_at_once() -> None:
+    store = make_store(layers(6, 4), 4, staging_records=6)
+    store.place(resident(store, {0: [0, 1, 2], 1: [0]}))
+    slots = store.placement.slot_of[0, [2, 0, 1]].tolist()
+    pairs = [(5, 2), (3, 0), (4, 1)]
+    teed(store, pairs)
+    assert store.is_torn
+    store.hand_over(0, pairs)
+    assert not store.is_torn
+    assert store.placement.slot_of[0, [5, 3, 4]].tolist() == slots
+    assert store.placement.residents(0).tolist() == [3, 4, 5]
+    store.placement.check()
+    assert store.audit() == []
+
+
+def test_the_control_records_in_one_anothers_slots_show() -> None:
+    store = make_store(layers(6), 3, staging_records=6)
+    store.place(resident(store, {0: [0, 1, 2]}))
+    teed(store, [(5, 2), (3, 0), (4, 1)])
+    store.hand_over(0, [(5, 0), (3, 2), (4, 1)])
+    assert len(store.audit()) == 2
+
+
+def test_where_nothing_is_copied_nothing_is_torn() -> None:
+    """A prompt that breaks off behind it then leaves nothing to mend."""
+    store = make_store(layers(6), 3, staging_records=6)
+    teed(store, [])
+    assert not store.is_torn
+
+
+def test_a_group_that_is_copied_halfway_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = make_store(layers(6), 3, staging_records=6)
+    store.place(resident(store, {0: [0, 1, 2]}))
+
+    def interrupted(sources_N: torch.Tensor, targets_N: torch.Tensor, nbytes: int) -> None:
+        copy_records(sources_N[:1], targets_N[:1], nbytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hotset.experts.ring.copy_records", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        teed(store, [(5, 2), (3, 0), (4, 1)])
+    assert store.is_torn and len(store.audit()) == 1
+    store.restore()
+    assert store.audit() == [] and not store.is_torn
+    assert store.placement.residents(0).tolist() == [0, 1, 2]
 
 
 def test_the_control_a_poisoned_slot_that_is_read_shows() -> None:

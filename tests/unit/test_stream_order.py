@@ -79,13 +79,13 @@ class Watch(ReferenceKernels):
         patched._free = [kinds["free"]() for _ in ring._buffers]
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.main)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-        copy_to_slot = ring.copy_to_slot
+        copy_to_slots = ring.copy_to_slots
 
         def teed(staged: Any, *args: Any) -> None:
             self._reads(staged.buffer)
-            copy_to_slot(staged, *args)
+            copy_to_slots(staged, *args)
 
-        monkeypatch.setattr(ring, "copy_to_slot", teed)
+        monkeypatch.setattr(ring, "copy_to_slots", teed)
         self._ring, self._fails_at = ring, 0
         self._written: dict[int, Operation] = {}
         self._readers: dict[int, list[Operation]] = defaultdict(list)

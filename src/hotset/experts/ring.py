@@ -3,7 +3,8 @@
 A ring buffer is a temporary slot: kernels get its addresses and run as for any other. Copies from
 the arena use the copy engine, neighbouring records in one copy (single copies of 1.5 MiB reach
 50.1 GB/s where long ones reach 55.3), on a stream of their own, so that groups cross the link
-while others are computed on. Which group comes when is its callers' business.
+while others are computed on. What goes on from a buffer into slots goes in one launch, on the
+current stream. Which group comes when is its callers' business.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from hotset.experts.arena import HostArena
 from hotset.experts.slots import SlotMemory
+from hotset.experts.transfer import QUICK_BYTES, sent
+from hotset.kernels.gather import copy_records
+
+# Records of one launch from a buffer into slots: as many as two addresses each fit one upload.
+_LAUNCHED = QUICK_BYTES // 16
 
 
 @dataclass(frozen=True)
@@ -183,14 +190,31 @@ class Ring:
             free.record(torch.cuda.current_stream(self._device))
         self._idle.append(staged.buffer)
 
-    def copy_to_slot(self, staged: Staged, expert: int, slots: SlotMemory, slot: int) -> None:
-        """Copies a staged record into a slot, device to device, ordered on the current stream.
+    def copy_to_slots(
+        self, staged: Staged, experts: Sequence[int], slots: SlotMemory, where: Sequence[int]
+    ) -> None:
+        """Copies staged records into slots, device to device, ordered on the current stream.
 
-        The slot's address in the table may change only behind it.
+        The slots' addresses in the table may change only behind it.
+
+        Args:
+            staged: where the records are.
+            experts: whose, each of them staged.
+            slots: where they go.
+            where: the slot of each, all different.
         """
-        place, size = staged.experts.index(expert), staged.record_bytes
-        record = self._buffers[staged.buffer][place * size : (place + 1) * size]
-        slots.view(slot).copy_(record)
+        places = np.array([staged.experts.index(expert) for expert in experts], dtype=np.int64)
+        targets = slots.addresses(np.array(where, dtype=np.int64))
+        for first in range(0, len(places), _LAUNCHED):
+            some = slice(first, first + _LAUNCHED)
+            num = len(places[some])
+            # Rows of one length, however many addresses are in them: both begin aligned, and a
+            # row that does not would be another program to compile.
+            addresses = np.zeros((2, _LAUNCHED), dtype=np.int64)
+            addresses[0, :num] = staged.address + places[some] * staged.record_bytes
+            addresses[1, :num] = targets[some]
+            sources_N, targets_N = sent(addresses, self._device)[:, :num]
+            copy_records(sources_N, targets_N, staged.record_bytes)
 
 
 def _runs(experts: Sequence[int]) -> Iterator[tuple[int, int]]:

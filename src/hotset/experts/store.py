@@ -149,12 +149,21 @@ class ExpertStore(Closing):
         self.placement.apply(matches)
         self.steps_in_flight -= 1
 
-    def tee(self, staged: Staged, expert: int, victim: int) -> None:
-        """Copies a staged record into the slot of another expert of its layer, ordered on the
-        current stream. `hand_over` makes it the owner; until then nothing may read the victim."""
-        slot = int(self.placement.slot_of[staged.layer, victim])
+    def tee(self, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies staged records into the slots of other experts of their layer, ordered on the
+        current stream. `hand_over` makes them the owners; until then nothing may read the victims.
+
+        Args:
+            staged: where the records are.
+            pairs: (expert, victim), no victim twice.
+        """
+        if not pairs:
+            return
+        experts, victims = zip(*pairs, strict=True)
+        where = self.placement.slot_of[staged.layer, list(victims)].tolist()
+        # First: some may be copied when this is interrupted.
         self.is_torn = True
-        self.ring.copy_to_slot(staged, expert, self.slots, slot)
+        self.ring.copy_to_slots(staged, experts, self.slots, where)
 
     def hand_over(self, layer: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Gives the slots of victims to experts whose records `tee` has copied there.

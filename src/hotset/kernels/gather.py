@@ -1,7 +1,8 @@
 """Copies whole records between addresses: from any that the device can read to any it can write.
 
 Knows bytes, not fields. Used where bytes are compared or computed by other code (audit,
-reference); the expert kernels read records in place instead.
+reference), and by `experts/ring` from staging buffers into slots; the expert kernels read records
+in place instead.
 """
 
 from __future__ import annotations

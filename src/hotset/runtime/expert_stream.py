@@ -24,11 +24,10 @@ from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import PREFETCH_SHARE
 from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
-from hotset.experts.transfer import sent
+from hotset.experts.transfer import QUICK_BYTES, sent
 
-# Addresses that are uploaded at a time, a kilobyte: on an H200 that much overtakes the copies of
-# whole groups that are queued before it, and two kilobytes wait for all of them.
-_UPLOADED = 128
+# Addresses that are uploaded at a time.
+_UPLOADED = QUICK_BYTES // 8
 
 
 @dataclass(frozen=True)

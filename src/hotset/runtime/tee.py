@@ -76,7 +76,7 @@ class Swaps:
         self._taken: list[tuple[int, int]] = []
 
     def take(self, staged: Staged, *, stop: int) -> None:
-        """Copies what is wanted of a staged group, whose kernels are queued, into slots.
+        """Copies what is wanted of a staged group, whose kernels are queued, into slots at once.
 
         A victim that a later group still reads keeps its slot for now; an expert for which no
         other is left stays without one.
@@ -84,14 +84,13 @@ class Swaps:
         Args:
             stop: experts below it have run.
         """
-        for expert in [e for e in self._wanted if e in staged.experts]:
-            done = (v for v in self._victims if v < stop or not self._used_E[v])
-            victim = next(done, None)
-            if victim is None:
-                return
-            self._victims.remove(victim)
-            self._store.tee(staged, expert, victim)
-            self._taken.append((expert, victim))
+        here = [expert for expert in self._wanted if expert in staged.experts]
+        done = [v for v in self._victims if v < stop or not self._used_E[v]]
+        pairs = list(zip(here, done, strict=False))  # until either ends
+        gone = {victim for _, victim in pairs}
+        self._victims = [v for v in self._victims if v not in gone]
+        self._store.tee(staged, pairs)
+        self._taken += pairs
 
     def finish(self) -> None:
         """All groups have run: what was copied is where its expert is read from now on."""

@@ -48,8 +48,11 @@ def spec_of(form: WeightFormat, hidden: int, inter: int) -> ExpertSpec:
 
 
 def whole_records(spec: ExpertSpec) -> None:
+    """By addresses that begin on a line of 16 bytes, and by some that do not."""
     out_ND = torch.empty(4, spec.as_plain().record_bytes, dtype=torch.uint8)
-    dequantise_records.dequantise_records(torch.zeros(4, dtype=torch.int64), spec, out_ND)
+    addresses = torch.zeros(5, dtype=torch.int64)
+    for address_N in (addresses[:4], addresses[1:]):
+        dequantise_records.dequantise_records(address_N, spec, out_ND)
 
 
 def main(capability: int) -> None:
@@ -66,6 +69,7 @@ def main(capability: int) -> None:
             {
                 "flushes_subnormals": "ftz" in kernel.asm["ptx"],
                 "hardware_fp8": "e4m3" in kernel.asm["ptx"],
+                "hash": kernel.hash,
             }
             for _, kernel in compiled.kernels
         ]

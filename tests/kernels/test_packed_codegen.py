@@ -64,3 +64,10 @@ def test_larger_blocks_compile(facts: Facts, num_tokens: int) -> None:
     """With asynchronous tensor core instructions they do not; see `launch._synchronous`."""
     for row in rows(facts, f"fp8 channel, {num_tokens} tokens"):
         assert row["asynchronous_tensor_core"] == 0 < row["tensor_core"], row
+
+
+def test_records_anywhere_in_a_layer_are_one_compilation(facts: Facts) -> None:
+    """A prompt's range of experts begins anywhere; it must not wait for the compiler."""
+    found = [row["hash"] for row in rows(facts, "int4 zeros, whole records")]
+    assert len(found) % 2 == 0 and found[: len(found) // 2] == found[len(found) // 2 :]
+    assert len(set(found)) == len(found) // 2

@@ -27,7 +27,9 @@ from hotset.kernels.packed import Matrix, input_columns, packed_tile
 from hotset.kernels.relaunch import Relaunch
 
 
-@triton.jit
+# Addresses are those of any range of experts: where they begin says nothing worth a compilation,
+# which would come in the middle of a prompt.
+@triton.jit(do_not_specialize_on_alignment=["address_N"])
 def _dequantise_kernel(
     address_N,
     out,

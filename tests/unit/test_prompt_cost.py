@@ -282,5 +282,5 @@ def test_each_figure_is_needed(without: str) -> None:
         "gemm_tflops": {"gemm_tflops": None, "expert_tflops": None, "attention_tflops": None},
     }[without]
     prompts = measured_prompts()
-    assert len(prompts) == 7
+    assert len(prompts) == 8
     assert not all(prompt.is_predicted(replace(rates, **changed)) for prompt in prompts)

@@ -37,9 +37,13 @@ SIZES: dict[str, dict[str, Any]] = {
 # vLLM's linear attention on a CPU takes nothing else, and 0.26's only with states in FP32.
 JOBS: dict[str, dict[str, Any]] = {
     "qwen3_next": {"dtype": "bfloat16", "options": {"mamba_ssm_cache_dtype": "float32"}},
+    # Where a processor multiplies matrices, vLLM takes it by itself for latents: BF16 only.
+    "deepseek_v3": {"options": {"attention_backend": "CPU_MLA"}},
 }
 # On top of those with vLLM before 0.32, which has no latent attention on a CPU but runs without.
-OLD_JOBS: dict[str, dict[str, Any]] = {"deepseek_v3": {"environ": {"VLLM_MLA_DISABLE": "1"}}}
+OLD_JOBS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"environ": {"VLLM_MLA_DISABLE": "1"}, "options": {}}
+}
 # How such a vLLM itself ends where it cannot run a model, and why.
 UNABLE = {
     "expected scalar type BFloat16 but found Float": (

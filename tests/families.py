@@ -150,6 +150,22 @@ def difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left.float() - right.float()).abs().max())
 
 
+def rounding_bound(family: Family, engine: Engine, ids: list[int], want_TV: torch.Tensor) -> float:
+    """`logit_bound`, or where a model's own roundings grow more, three times what stock in FP32 is
+    off by: its own error, and twice as much of ours.
+
+    muse_spark norms each expert's output, so that small outputs bring their whole relative error.
+    """
+    bound = logit_bound(engine, want_TV)
+    if engine.geometry.model_type != "muse_spark":
+        return bound
+    with torch.inference_mode():
+        exact = family.stock(torch.float64)(input_ids=torch.tensor([ids]), use_cache=True).logits[0]
+    own_error = float((want_TV.double() - exact).abs().max())
+    assert own_error < 2 * bound, "or stock is not what it is taken for"
+    return max(bound, 3 * own_error)
+
+
 def continuation_bound(engine: Engine, logits_TV: torch.Tensor) -> float:
     """How far a text in several forwards may be from the text in one.
 

@@ -18,6 +18,7 @@ from families import (
     continuation_bound,
     difference,
     make_family,
+    rounding_bound,
     stock_logits,
     text,
 )
@@ -25,7 +26,7 @@ from hotset.core.placement import Placement
 from hotset.models.load import load_resident
 from hotset.models.seam import ExpertsFunction, bind_experts, experts_modules
 from hotset.runtime.engine import Engine
-from hotset.runtime.verify import logit_bound, placements
+from hotset.runtime.verify import placements
 from tiny import TINY_MODEL_TYPES
 
 TYPES = [
@@ -42,7 +43,7 @@ def test_architecture(tmp_path: Path, model_type: str) -> None:
     want = stock_logits(stock, ids)
     with family.engine() as engine:
         got = engine.logits(ids)
-        assert difference(got, want) <= logit_bound(engine, want)
+        assert difference(got, want) <= rounding_bound(family, engine, ids, want)
         assert_invariant(engine, ids, got)
         answer = greedy(engine, ids[:NUM_PROMPT])
         bound = continuation_bound(engine, want)

@@ -227,6 +227,9 @@ def main(capability: int) -> None:
     case("products", products.launch_products, matrices[1][:2], matrices, [])
     x_TC = torch.empty(8, 2048, dtype=torch.bfloat16)
     case("products, tensor cores", products.launch_products, x_TC, matrices, [])
+    odd = [torch.empty(rows, 2880, dtype=torch.bfloat16) for rows in (4096, 520)]
+    x_TC = torch.empty(5, 2880, dtype=torch.bfloat16)
+    case("products, tensor cores", products.launch_products, x_TC, odd, [])
     lengths_B = torch.zeros(16, dtype=torch.int32)
     case("mask of padding", padding.launch_mask_padding, ids_TK, lengths_B)
     addresses = torch.zeros(4, dtype=torch.int64)

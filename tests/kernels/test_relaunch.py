@@ -82,6 +82,17 @@ def test_another_device_is_triton_s_again(log: list[Any], monkeypatch: pytest.Mo
     assert [entry[0] for entry in log] == ["first", "first"]
 
 
+def test_a_promise_of_a_kernel_is_waited_for(
+    log: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promise = SimpleNamespace(result=lambda: Compiled(log))
+    monkeypatch.setattr(JITFunction, "__getitem__", lambda *_: lambda *args, **kwargs: promise)
+    run, x = made(), torch.zeros(64)
+    for _ in range(2):
+        run((1,), (x, x), (5, 0.5))
+    assert [entry[0] for entry in log] == ["again"]
+
+
 def test_numbers_that_a_kernel_may_be_compiled_for_are_a_bug(log: list[Any]) -> None:
     x = torch.zeros(64)
     with pytest.raises(AssertionError, match="count"):

@@ -3,8 +3,9 @@
 Triton binds names, looks at every argument and makes a key of all constants to find the compiled
 kernel, tens of microseconds of the host, and a prompt of a quantised model is bound by what the
 host launches. Here what may change between launches is looked at: where tensors lie and their
-dtypes. Numbers are never specialised. Knows kernels by their parameters only: tensors first, then
-numbers, then constants.
+dtypes, as Triton does on NVIDIA's cards. Numbers are never specialised, and looked at once.
+Switches of Triton that are set behind a kernel's first launch do not reach it. Knows kernels by
+their parameters only: tensors first, then numbers, then constants.
 """
 
 from __future__ import annotations
@@ -66,6 +67,8 @@ class Relaunch:
             return
         self._check(tensors, numbers)
         compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
+        if hasattr(compiled, "result"):  # who compiles beside the launches gets a promise
+            compiled = compiled.result()
         if compiled is not None:  # it is where kernels are compiled only, for tests
             self._known[key] = compiled
 

@@ -42,6 +42,8 @@ class CompiledLayers:
         options: dict[str, Any] = {
             "post_grad_custom_pre_pass": Rewrites(),
             "deterministic": True,
+            # Whether products are padded may have been raced before, and kept on disk.
+            "shape_padding": False,
         }
         self._compiled = [
             torch.compile(layer.forward, dynamic=False, options=options) for layer in self._layers

@@ -22,8 +22,8 @@ from hotset.core.costmodel import (
     predict_step,
 )
 from hotset.core.format_rates import DEQUANTISE_SHARE, SLOT_SHARE, slot_read_bytes
-from hotset.core.formats import USUAL, WeightFormat
-from hotset.core.geometry import ExpertSpec, MoELayer
+from hotset.core.formats import USUAL
+from hotset.core.geometry import MoELayer
 from hotset.core.machine import MachineDescription
 
 RATES = Rates(50.0, 55.0, 4000.0, gemm_tflops=200.0, cpu_gbps=60.0, disk_gbps=2.0, layer_us=60.0)
@@ -83,7 +83,7 @@ def test_hits_take_what_their_format_takes(name: str) -> None:
     """By hand: bytes of both projections at the format's share, misses at the link's rate; at the
     speed of light all formats are read as fast."""
     plain = expert_of(128, 128)
-    expert = replace_weights(plain, USUAL[name])
+    expert = plain.in_format(USUAL[name])
     model = replace(t1(), layers=tuple(replace(x, expert=expert) for x in t1().layers))
     args: dict[str, Any] = {"used": [4.0] * 3, "context_tokens": 0}
     hits = predict_step(model, RATES, hit_rates=[1.0] * 3, **args).experts_ms
@@ -96,8 +96,8 @@ def test_hits_take_what_their_format_takes(name: str) -> None:
 
 
 def test_each_projection_is_read_at_the_share_of_its_own_format() -> None:
-    whole = replace_weights(expert_of(128, 128), USUAL["mxfp4"])
-    mixed = replace_weights(expert_of(128, 128), USUAL["mxfp4"], down=USUAL["plain"])
+    whole = expert_of(128, 128).in_format(USUAL["mxfp4"])
+    mixed = expert_of(128, 128).in_format(USUAL["mxfp4"], down=USUAL["plain"])
     up = sum(field.nbytes for field in whole.layout.fields if field.name.startswith("up"))
     assert slot_read_bytes(whole) == pytest.approx(whole.record_bytes / SLOT_SHARE["mxfp4"])
     want = up / SLOT_SHARE["mxfp4"] + mixed.record_bytes - up
@@ -108,21 +108,6 @@ def test_every_format_has_its_shares() -> None:
     assert SLOT_SHARE.keys() == USUAL.keys()
     assert {"plain", *DEQUANTISE_SHARE} == USUAL.keys()
     assert all(0 < share <= 1 for share in (*SLOT_SHARE.values(), *DEQUANTISE_SHARE.values()))
-
-
-def replace_weights(
-    plain: ExpertSpec, weights: WeightFormat, *, down: WeightFormat | None = None
-) -> ExpertSpec:
-    """The same expert in a format."""
-    return ExpertSpec.build(
-        hidden=plain.hidden,
-        intermediate=plain.intermediate,
-        gate=plain.gate,
-        has_bias=plain.has_bias,
-        dtype=plain.dtype,
-        weights=weights,
-        down_weights=down,
-    )
 
 
 def results() -> list[dict[str, Any]]:
@@ -153,7 +138,7 @@ class MeasuredStep:
         name, *format_ = self.case.split(",")[0].split(" (")[0].split()
         _, hidden, intermediate, has_bias = SHAPES[name]
         plain = replace(expert_of(hidden, intermediate), has_bias=has_bias)
-        expert = replace_weights(plain, USUAL[(format_ or ["plain"])[0]])
+        expert = plain.in_format(USUAL[(format_ or ["plain"])[0]])
         return replace(qwen3_30b().layers[0], expert=expert)
 
     def predicted_ms(self, **changed: float) -> float:

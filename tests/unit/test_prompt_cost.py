@@ -15,7 +15,7 @@ from hotset.core import prompt_cost
 from hotset.core.costmodel import Rates, distinct_experts
 from hotset.core.format_rates import DEQUANTISE_SHARE
 from hotset.core.formats import USUAL
-from hotset.core.geometry import AttentionLayer, ExpertSpec, ModelGeometry
+from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.machine import MachineDescription
 from hotset.core.prompt_cost import (
     CHUNK_US,
@@ -41,18 +41,6 @@ MEASURED_AT = ("b7d3087",)
 # Tokens of a chunk and records of a buffer of the plans that ran: BF16 was told its chunks.
 CHUNKS = {"plain": 32_768, "int4": 4096, "mxfp4": 4096, "nvfp4": 4096, "fp8": 4096}
 BUFFERS = {"plain": 49, "int4": 49, "mxfp4": 49, "nvfp4": 49, "fp8": 34}
-
-
-def in_format(plain: ExpertSpec, name: str) -> ExpertSpec:
-    """The same expert, quantised."""
-    return ExpertSpec.build(
-        hidden=plain.hidden,
-        intermediate=plain.intermediate,
-        gate=plain.gate,
-        has_bias=plain.has_bias,
-        dtype=plain.dtype,
-        weights=USUAL[name],
-    )
 
 
 def model() -> ModelGeometry:
@@ -113,7 +101,7 @@ def test_quantised_weights_are_made_once_for_all_chunks() -> None:
     """From a number of tokens an expert on; T1 routes each to 4 of 16 experts."""
     least = DEQUANTISE_TOKENS["int4"] * 16 // 4
     plain = t1().layers[0].expert
-    packed = in_format(plain, "int4")
+    packed = plain.in_format(USUAL["int4"])
     quantised = replace(t1(), layers=tuple(replace(x, expert=packed) for x in t1().layers))
     args = {"resident_share": [1.0] * 3, "staging": RING, "together": True, "used": [16.0] * 3}
     moved_ms = 3 * 16 * (packed.record_bytes + plain.record_bytes) / 4000 / 1e6
@@ -217,7 +205,7 @@ class MeasuredPrompt:
         """With the figures of the machine file, or others."""
         whole = qwen3_30b()
         attention = tuple(AttentionLayer("a", i, 32, 4, 128, 128, None) for i in range(12))
-        expert = in_format(whole.layers[0].expert, self.format)
+        expert = whole.layers[0].expert.in_format(USUAL[self.format])
         cut = replace(
             whole,
             layers=tuple(replace(layer, expert=expert) for layer in whole.layers[:12]),

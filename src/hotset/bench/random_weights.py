@@ -6,18 +6,17 @@ of its own, so that a wrong address or a stale slot shows in the logits.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hotset.bench.random_records import fill_random
 from hotset.core.formats import PLAIN, WeightFormat
-from hotset.core.geometry import ExpertSpec, ModelGeometry
+from hotset.core.geometry import ModelGeometry
 from hotset.core.units import MIB
 from hotset.experts.store import ExpertStore
 from hotset.models.geometry import build_meta
 from hotset.models.load import quiet_transformers
+from hotset.models.quantised import with_weights
 from hotset.models.seam import IMPLEMENTATION, hotset_class, model_class
 from hotset.runtime.text import Text
 from hotset.runtime.weights import Progress
@@ -50,7 +49,7 @@ class RandomWeights:
     ) -> None:
         self._config = config
         self._seed = seed
-        self.geometry: ModelGeometry = _in_format(build_meta(config, dtype).geometry, weights)
+        self.geometry: ModelGeometry = with_weights(build_meta(config, dtype).geometry, weights)
 
     def load_resident(self, device: torch.device) -> PreTrainedModel:
         """The stock model without experts, initialised by its own rules on `device`.
@@ -87,20 +86,3 @@ class RandomWeights:
                     store.record(index, first + offset).copy_(record)
                 done += records.numel()
                 progress(done, total)
-
-
-def _in_format(geometry: ModelGeometry, weights: WeightFormat) -> ModelGeometry:
-    """The same model with the weights of its experts in a format."""
-    layers = []
-    for layer in geometry.layers:
-        plain = layer.expert
-        expert = ExpertSpec.build(
-            hidden=plain.hidden,
-            intermediate=plain.intermediate,
-            gate=plain.gate,
-            has_bias=plain.has_bias,
-            dtype=plain.dtype,
-            weights=weights,
-        )
-        layers.append(replace(layer, expert=expert))
-    return replace(geometry, layers=tuple(layers))

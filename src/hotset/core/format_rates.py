@@ -45,5 +45,5 @@ def dequantise_bytes(spec: ExpertSpec) -> float:
 
     Where one projection is plain, it goes at the other one's share: both are copied together.
     """
-    packed = spec.down_format if spec.up_format.is_plain else spec.up_format
-    return (spec.record_bytes + spec.as_plain().record_bytes) / DEQUANTISE_SHARE[packed.name]
+    moved = spec.record_bytes + spec.as_plain().record_bytes
+    return moved / DEQUANTISE_SHARE[spec.packed_format.name]

@@ -131,15 +131,32 @@ class ExpertSpec:
         """Whether BF16 weights of a projection or both are packed without loss."""
         return self.up_format.is_lossless or self.down_format.is_lossless
 
-    def as_plain(self) -> ExpertSpec:
-        """The same expert with plain weights: what a dequantised record looks like."""
+    @property
+    def packed_format(self) -> WeightFormat:
+        """The first projection's format, or, where that is plain, the second's: one of an expert
+        that is not plain is packed."""
+        return self.down_format if self.up_format.is_plain else self.up_format
+
+    def in_format(self, weights: WeightFormat, down: WeightFormat | None = None) -> ExpertSpec:
+        """The same expert with its weights in a format.
+
+        Args:
+            weights: of both projections.
+            down: of the second one, where it is another.
+        """
         return ExpertSpec.build(
             hidden=self.hidden,
             intermediate=self.intermediate,
             gate=self.gate,
             has_bias=self.has_bias,
             dtype=self.dtype,
+            weights=weights,
+            down_weights=down,
         )
+
+    def as_plain(self) -> ExpertSpec:
+        """The same expert with plain weights: what a dequantised record looks like."""
+        return self.in_format(PLAIN)
 
     @property
     def record_bytes(self) -> int:

@@ -149,9 +149,7 @@ class DequantiseRule:
             return False
         least = self.expert_tokens
         if least is None:
-            # Where one matrix is plain, the other one's format counts.
-            packed = spec.down_format if spec.up_format.is_plain else spec.up_format
-            least = DEQUANTISE_TOKENS[packed.name]
+            least = DEQUANTISE_TOKENS[spec.packed_format.name]
         return num_tokens * top_k >= least * num_experts
 
 

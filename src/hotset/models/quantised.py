@@ -14,7 +14,7 @@ from hotset.checkpoint.mapping import KeyMap
 from hotset.checkpoint.packed import PackedEntry
 from hotset.checkpoint.record_formats import record_formats
 from hotset.core.formats import PLAIN, WeightFormat
-from hotset.core.geometry import ExpertSpec, ModelGeometry, MoELayer
+from hotset.core.geometry import ModelGeometry, MoELayer
 from hotset.core.record import DTYPE_BYTES
 from hotset.core.units import format_bytes
 from hotset.models.geometry import MetaModel
@@ -49,17 +49,7 @@ def with_weights(geometry: ModelGeometry, weights: WeightFormat) -> ModelGeometr
 
 
 def _with_formats(layer: MoELayer, up: WeightFormat, down: WeightFormat) -> MoELayer:
-    old = layer.expert
-    expert = ExpertSpec.build(
-        hidden=old.hidden,
-        intermediate=old.intermediate,
-        gate=old.gate,
-        has_bias=old.has_bias,
-        dtype=old.dtype,
-        weights=up,
-        down_weights=down,
-    )
-    return replace(layer, expert=expert)
+    return replace(layer, expert=layer.expert.in_format(up, down))
 
 
 def _dequantised_bytes(geometry: ModelGeometry, keys: KeyMap) -> int:

@@ -3,7 +3,7 @@
     out[b, k] = ids[b, k] if lengths[b] > 0 else -1
 
 The library's masking takes two launches, which no kernel before them can overlap: 3.5 us a layer on
-an H200, where a layer of eight rows takes 190.
+an H200, where a layer of eight rows took 185.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 

@@ -28,7 +28,24 @@ def pick_address(block, a, b, c, d, B: tl.constexpr, C: tl.constexpr, D: tl.cons
     return pick(block, a, b, c, d, B, C, D)
 
 
-def four(items: Sequence[_T]) -> list[_T]:
+def arguments(
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+    outs: Sequence[torch.Tensor],
+    rows: int,
+) -> list[torch.Tensor | int]:
+    """A kernel's arguments behind its inputs: weights, biases, outputs, sizes and block ends.
+
+    Args:
+        biases: none, or one for each matrix.
+        rows: of a block.
+    """
+    sizes = [w.shape[0] for w in weights]
+    tensors = (*_four(weights), *_four(biases or outs), *_four(outs))
+    return [*tensors, *_four(sizes), *block_ends(sizes, rows)[:-1]]
+
+
+def _four(items: Sequence[_T]) -> list[_T]:
     """As many as a kernel has arguments for; those that are not there are never used."""
     return [*items, *[items[0]] * (MAX_MATRICES - len(items))]
 

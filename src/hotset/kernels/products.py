@@ -25,8 +25,8 @@ from hotset.kernels.device import is_interpreted, load_tile, round_to
 from hotset.kernels.product_parts import (
     MAX_MATRICES,
     alignment,
+    arguments,
     block_ends,
-    four,
     pick,
     pick_address,
 )
@@ -184,14 +184,9 @@ def launch_products(
     rows = rows_of_program(columns, sum(sizes), x_TC.element_size()) if rows is None else rows
     cols = triton.next_power_of_2(columns)
     outs = [x_TC.new_empty(num_tokens, size) for size in sizes]
-    ends = block_ends(sizes, rows)
-    _products_kernel[(ends[-1],)](
+    _products_kernel[(block_ends(sizes, rows)[-1],)](
         x_TC,
-        *four(weights),
-        *four(biases or outs),
-        *four(outs),
-        *four(sizes),
-        *ends[:3],
+        *arguments(weights, biases, outs, rows),
         TOKENS=num_tokens,
         COLUMNS=columns,
         HAS_BIAS=bool(biases),

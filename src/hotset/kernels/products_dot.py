@@ -17,7 +17,7 @@ import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import dot_rows, is_interpreted, load_tile, round_to
-from hotset.kernels.product_parts import alignment, block_ends, four, pick, pick_address
+from hotset.kernels.product_parts import alignment, arguments, block_ends, pick, pick_address
 
 # One instruction of a tensor core takes 16 rows of weights, and 8 tokens on the other side.
 _ROWS, _TOKENS = 16, 8
@@ -110,14 +110,9 @@ def launch_dot_products(
     assert num_tokens <= _TOKENS and x_TC.element_size() == 2, (num_tokens, x_TC.dtype)
     sizes = [w.shape[0] for w in weights]
     outs = [x_TC.new_empty(num_tokens, size) for size in sizes]
-    ends = block_ends(sizes, _ROWS)
-    _dot_kernel[(ends[-1],)](
+    _dot_kernel[(block_ends(sizes, _ROWS)[-1],)](
         x_TC,
-        *four(weights),
-        *four(biases or outs),
-        *four(outs),
-        *four(sizes),
-        *ends[:3],
+        *arguments(weights, biases, outs, _ROWS),
         NUM_TOKENS=num_tokens,
         COLUMNS=columns,
         HAS_BIAS=bool(biases),

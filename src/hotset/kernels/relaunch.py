@@ -37,11 +37,10 @@ class Relaunch:
         self._known: dict[tuple[object, ...], Any] = {}
         if self._interpreted:
             return
-        params = list(kernel.params)
-        self._num_given = sum(not param.is_constexpr for param in params)
-        assert not any(param.is_constexpr for param in params[: self._num_given])
-        self._numbers = params[: self._num_given]
-        self._last = [constants[param.name] for param in params[self._num_given :]]
+        self._given = [param for param in kernel.params if not param.is_constexpr]
+        last = kernel.params[len(self._given) :]
+        assert all(param.is_constexpr for param in last)
+        self._last = [constants[param.name] for param in last]
 
     def __call__(
         self,
@@ -73,6 +72,6 @@ class Relaunch:
             self._known[key] = compiled
 
     def _check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
-        assert len(tensors) + len(numbers) == self._num_given, self._kernel.fn.__name__
-        for param, number in zip(self._numbers[len(tensors) :], numbers, strict=True):
+        assert len(tensors) + len(numbers) == len(self._given), self._kernel.fn.__name__
+        for param, number in zip(self._given[len(tensors) :], numbers, strict=True):
             assert param.do_not_specialize and abs(number) < 2**31, (param.name, number)

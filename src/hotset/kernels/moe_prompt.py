@@ -54,8 +54,12 @@ def _window(first_block, block_start, first, stop, skip, size):
     return begin, end, tl.load(block_start + begin, mask=begin < end, other=0)
 
 
-# A window is data: a program of its own for some of its values might round another way.
-@triton.jit(do_not_specialize=["first", "stop", "skip", "size"])
+# A window is data: a program of its own for some of its values might round another way. So is where
+# addresses begin, which are those of any range of experts.
+@triton.jit(
+    do_not_specialize=["first", "stop", "skip", "size"],
+    do_not_specialize_on_alignment=["address_E"],
+)
 def _up_range_kernel(
     x_TH,
     order_N,
@@ -118,7 +122,10 @@ def _up_range_kernel(
             tl.store(out, round_to(h, dtype, INTERPRET), mask=kept)
 
 
-@triton.jit(do_not_specialize=["first", "stop", "skip", "size"])
+@triton.jit(
+    do_not_specialize=["first", "stop", "skip", "size"],
+    do_not_specialize_on_alignment=["address_E"],
+)
 def _down_range_kernel(
     h_RI,
     bounds,

@@ -53,8 +53,7 @@ class DequantisedExperts:
         packed_E = address_E * self._used_E
         size, num_experts = len(self._plain_ND), len(packed_E)
         behind = size - first % size
-        # A copy, as kernels are made for addresses that begin on a line of 16 bytes.
-        plain_E = self._round[behind : behind + num_experts].clone()
+        plain_E = self._round[behind : behind + num_experts]
         for start in range(first, stop, size):
             end = min(start + size, stop)
             # Written over behind the products that read it: both are on the current stream.

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import httpx2
@@ -83,6 +84,14 @@ def children_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
         return []
 
 
+def files_of(process: psutil.Process) -> list[str]:
+    """What a process has in its memory, as far as one may look."""
+    try:
+        return [part.path for part in process.memory_maps()]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
 @pytest.fixture(scope="module")
 def servers(start: Callable[..., Server]) -> dict[str, Server]:
     """One server for each test, started together."""
@@ -145,7 +154,7 @@ def test_killed_and_started_again_five_times(start: Callable[..., Server]) -> No
         port = probe.getsockname()[1]
     forks = start(f"port={port}", "forks")
     assert forks.process.stdin is not None
-    shared: set[Path] = set()
+    shared_before = set(Path("/dev/shm").glob("*"))
     for number in range(6):
         forks.process.stdin.write("next\n")
         forks.process.stdin.flush()
@@ -154,8 +163,6 @@ def test_killed_and_started_again_five_times(start: Callable[..., Server]) -> No
         (served,) = psutil.Process(forks.process.pid).children(recursive=True)
         lines = forks.stream()
         assert "data: " in next(lines), number
-        # Its own: others on this machine come and go.
-        shared |= {Path(part.path) for part in served.memory_maps() if "/dev/shm" in part.path}
         health = httpx2.get(f"{forks.url}/health").json()
         assert (health["status"], health["requests"]) == ("ok", 1), "its own request alone"
         if number < 5:
@@ -166,7 +173,10 @@ def test_killed_and_started_again_five_times(start: Callable[..., Server]) -> No
             assert list(lines)[-1] == "data: [DONE]"
     served.kill()
     served.wait()
-    assert not [file for file in shared if file.exists()], "no shared memory is left"
+    # What another program has open is that program's; what a killed server left nobody has open.
+    new = {str(file) for file in set(Path("/dev/shm").glob("*")) - shared_before}
+    left = new - set(chain.from_iterable(map(files_of, psutil.process_iter())))
+    assert not [file for file in left if Path(file).exists()], "no shared memory is left"
 
 
 def test_a_port_that_is_taken_is_refused_at_once() -> None:

@@ -102,6 +102,7 @@ def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
         "written_ahead": written,
         "case": case,
         "kernel": name,
+        "hash": kernel.hash,
         "shared_bytes": kernel.metadata.shared,
         "loads_16_bytes": len(re.findall(r"ld\.global\S*\.v4\.[bu]32", ptx)),
         "stores_16_bytes": len(re.findall(r"st\.global\S*\.v4\.[bu]32", ptx)),
@@ -115,19 +116,27 @@ def _facts(case: str, name: str, kernel: Any) -> dict[str, Any]:
 
 
 def experts(
-    num_tokens: int, hidden: int, inter: int, gate: Gate, dtype: str, *, fill: bool = False
+    num_tokens: int,
+    hidden: int,
+    inter: int,
+    gate: Gate,
+    dtype: str,
+    *,
+    fill: bool = False,
+    first: int = 0,
 ) -> None:
+    """Of addresses that begin behind so many others."""
     spec = ExpertSpec.build(
         hidden=hidden, intermediate=inter, gate=gate, has_bias=gate is OAI, dtype=dtype
     )
-    experts_of(spec, num_tokens, fill=fill)
+    experts_of(spec, num_tokens, fill=fill, first=first)
 
 
-def experts_of(spec: ExpertSpec, num_tokens: int, *, fill: bool) -> None:
+def experts_of(spec: ExpertSpec, num_tokens: int, *, fill: bool, first: int = 0) -> None:
     """The kernels that such a number of tokens takes."""
     x_TH = torch.empty(num_tokens, spec.hidden, dtype=getattr(torch, spec.dtype))
     ids_TK = torch.zeros(num_tokens, 8, dtype=torch.int64)
-    address_E = torch.zeros(128, dtype=torch.int64)
+    address_E = torch.zeros(first + 128, dtype=torch.int64)[first:]
     fill_E = address_E if fill else None
     if num_tokens == 1:
         moe_decode.one_token(x_TH, ids_TK, address_E, spec, fill_E=fill_E)
@@ -204,6 +213,7 @@ def main(capability: int) -> None:
     case("small batch, odd", experts, 16, 37, 23, SOFTCAPPED, "float16")
     case("fp32", experts, 16, 2048, 768, plain, "float32")
     case("prompt", experts, 300, 2048, 768, plain, "bfloat16")
+    case("prompt, anywhere", experts, 300, 2048, 768, plain, "bfloat16", first=1)
     case("long prompt", experts, 8192, 2880, 2880, OAI, "bfloat16")
     ids_TK = torch.zeros(16, 8, dtype=torch.int64)
     case("group", grouping.group_in_one_program, ids_TK, 128, 16)

@@ -69,7 +69,6 @@ def main(capability: int) -> None:
             {
                 "flushes_subnormals": "ftz" in kernel.asm["ptx"],
                 "hardware_fp8": "e4m3" in kernel.asm["ptx"],
-                "hash": kernel.hash,
             }
             for _, kernel in compiled.kernels
         ]

@@ -113,3 +113,8 @@ def test_sampling_rounds_as_its_specification(facts: Facts) -> None:
     assert all(row["fused_multiply_adds"] == 0 for row in sampling)
     # Control: they are found where they are.
     assert all(row["fused_multiply_adds"] > 0 for row in rows(facts, "one token"))
+
+
+def test_a_range_of_a_prompt_is_one_compilation_wherever_it_begins(facts: Facts) -> None:
+    found = [[row["hash"] for row in rows(facts, name)] for name in ("prompt", "prompt, anywhere")]
+    assert found[0] == found[1] and len(set(found[0])) == 2

@@ -11,10 +11,8 @@ from records import expert, layers, make_store, record_bytes, resident, routed, 
 from torch import nn
 
 from hotset.experts.store import ExpertStore
-from hotset.experts.transfer import sent
 from hotset.kernels.dispatch import ReferenceKernels
 from hotset.kernels.reference import read_record
-from hotset.runtime import expert_stream
 from hotset.runtime.blocks import Block
 from hotset.runtime.expert_stream import ExpertStream, Group, Need
 from hotset.runtime.moe import MATCH_TOKENS
@@ -71,22 +69,6 @@ def test_every_record_crosses_once(
     assert not sizes or max(sizes) - sizes[-1] <= max(1, len(sizes) - 1), "about even"
     assert store.ring.copied_bytes == len(experts) * store.layers[0].expert.record_bytes
     assert store.ring.num_idle == num_buffers
-
-
-@pytest.mark.parametrize("num_experts", [127, 128, 129, 300])
-def test_addresses_of_many_experts_come_in_pieces(
-    num_experts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = make_store(layers(num_experts), staging_records=2 * num_experts)
-    sizes: list[int] = []
-
-    def watched(array: np.ndarray, device: torch.device) -> torch.Tensor:
-        sizes.append(array.nbytes)
-        return sent(array, device)
-
-    monkeypatch.setattr(expert_stream, "sent", watched)
-    bring(store, ExpertStream(store), 0, [0, num_experts // 2, num_experts - 1])
-    assert max(sizes) <= 1024 and sum(sizes) == 8 * num_experts
 
 
 def test_later_groups_are_on_their_way_before_they_are_asked_for() -> None:

@@ -20,11 +20,11 @@ import torch
 
 from hotset.experts.arena import HostArena
 from hotset.experts.slots import SlotMemory
-from hotset.experts.transfer import QUICK_BYTES, sent
+from hotset.experts.transfer import sent
 from hotset.kernels.gather import copy_records
 
-# Records of one launch from a buffer into slots: as many as two addresses each fit one upload.
-_LAUNCHED = QUICK_BYTES // 16
+# Records of one launch from a buffer into slots.
+_LAUNCHED = 64
 
 
 @dataclass(frozen=True)

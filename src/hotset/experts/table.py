@@ -14,7 +14,7 @@ import torch
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches
 from hotset.core.slot_pools import IntArray
-from hotset.experts.transfer import sent
+from hotset.experts.transfer import send
 
 
 class AddressTable:
@@ -62,7 +62,7 @@ class AddressTable:
 
     def send(self, layer: int) -> None:
         """Copies the host's idea of a layer's row to the device, ordered on the current stream."""
-        self.address[layer].copy_(sent(self._mirror[layer].numpy(), self.address.device))
+        send(self._mirror[layer].numpy(), self.address[layer])
 
     def restore(self, addresses: Mapping[tuple[int, int], int]) -> None:
         """Makes the table anew, whatever host and device took it for.

@@ -24,10 +24,7 @@ from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import PREFETCH_SHARE
 from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
-from hotset.experts.transfer import QUICK_BYTES, sent
-
-# Addresses that are uploaded at a time.
-_UPLOADED = QUICK_BYTES // 8
+from hotset.experts.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -241,9 +238,8 @@ class ExpertStream:
         if staged is not None:
             places = np.arange(len(staged.experts)) * staged.record_bytes
             chosen_E[list(staged.experts)] = staged.address + places
+        some = slice(part.first, part.stop)
+        chosen_R = sent(chosen_E[some], row_E.device)
         address_E = torch.zeros_like(row_E)
-        for first in range(part.first, part.stop, _UPLOADED):
-            some = slice(first, min(first + _UPLOADED, part.stop))
-            chosen_R = sent(chosen_E[some], row_E.device)
-            torch.where(chosen_R == 0, row_E[some], chosen_R, out=address_E[some])
+        torch.where(chosen_R == 0, row_E[some], chosen_R, out=address_E[some])
         return address_E

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
 from hotset.core.geometry import AttentionLayer
-from hotset.experts.transfer import sent
+from hotset.experts.transfer import send
 from hotset.kernels.attention import AttentionKernels
 from hotset.models.latents import attend_absorbed, by_head
 from hotset.runtime.kv_pool import KVPool
@@ -113,20 +113,20 @@ class DecodeBatch:
         """Chooses the rows, between steps; `None`, and what is not given, is padding."""
         assert len(rows) <= self.size, (rows, self.size)
         self.rows = [*rows, *[None] * (self.size - len(rows))]
-        device, padding = self.pool.device, self.pool.num_rows
+        padding = self.pool.num_rows
         numbers = [padding if row is None else row for row in self.rows]
-        self.rows_B.copy_(sent(np.array(numbers, dtype=np.int64), device))
+        send(np.array(numbers, dtype=np.int64), self.rows_B)
         lengths = [0 if row is None else self.pool.lengths[row] for row in self.rows]
-        self.lengths_B.copy_(sent(np.array(lengths, dtype=np.int32), device))
+        send(np.array(lengths, dtype=np.int32), self.lengths_B)
         active = [row is not None for row in self.rows]
-        self._active_B.copy_(sent(np.array(active, dtype=np.int32), device))
+        send(np.array(active, dtype=np.int32), self._active_B)
         for window, kind in self.pool.kinds.items():
             table_BN = np.zeros((self.size, kind.row_blocks), dtype=np.int32)
             for place, row in enumerate(self.rows):
                 if row is not None:
                     table_BN[place] = kind.table_RN[row]
                     self._known[window][place] = kind.num_owned[row]
-            self.tables[window].copy_(sent(table_BN, device))
+            send(table_BN, self.tables[window])
 
     def begin_step(self) -> None:
         """Every row gets one token longer; new blocks are made known to the device.
@@ -143,7 +143,7 @@ class DecodeBatch:
             for window, kind in self.pool.kinds.items():
                 if self._known[window][place] != kind.num_owned[row]:
                     self._known[window][place] = kind.num_owned[row]
-                    self.tables[window][place].copy_(sent(kind.table_RN[row], self.pool.device))
+                    send(kind.table_RN[row], self.tables[window][place])
 
     def advance(self) -> None:
         """Lengths and positions of the next token, and the states that it begins from, on the

@@ -1,0 +1,46 @@
+"""A few numbers of the host's, copied by a kernel that reads page-locked memory where it lies.
+
+A copy by the copy engine waits there for every record that is on its way, which may be milliseconds
+of a prompt; a kernel's reads go between them. Knows words and addresses.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from hotset.kernels.relaunch import Relaunch
+
+WORD_BYTES = 4
+_WORDS_OF_A_PROGRAM = 512
+
+
+@triton.jit(do_not_specialize=["index", "num_words"])
+def _upload_kernel(places_N, out, index, num_words, WORDS: tl.constexpr):
+    source = tl.load(places_N + index).to(tl.pointer_type(tl.int32))
+    word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = word < num_words
+    tl.store(out + word, tl.load(source + word, mask=inside, other=0), mask=inside)
+
+
+def launch_upload(places_N: torch.Tensor, index: int, out: torch.Tensor) -> None:
+    """Copies what lies at an address to `out`, ordered on the current stream.
+
+    Args:
+        places_N: int64 [N] on the device, addresses of page-locked memory.
+        index: of the place to read, which is not written before the kernel has run.
+        out: contiguous, whole 32-bit words.
+    """
+    num_words = out.numel() * out.element_size() // WORD_BYTES
+    words = out.view(-1).view(torch.int32)
+    grid = (triton.cdiv(num_words, _WORDS_OF_A_PROGRAM),)
+    _uploads()(grid, (places_N, words), (index, num_words))
+
+
+@cache
+def _uploads() -> Relaunch:
+    return Relaunch(_upload_kernel, {"WORDS": _WORDS_OF_A_PROGRAM, "num_warps": 4})

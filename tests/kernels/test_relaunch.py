@@ -93,10 +93,21 @@ def test_a_promise_of_a_kernel_is_waited_for(
     assert [entry[0] for entry in log] == ["again"]
 
 
-def test_numbers_that_a_kernel_may_be_compiled_for_are_a_bug(log: list[Any]) -> None:
+@pytest.mark.parametrize(("specialised", "kinds"), [(True, 4), (False, 1)])
+def test_numbers_are_triton_s_again_where_it_compiles_for_them(
+    log: list[Any], specialised: bool, kinds: int
+) -> None:
+    """For one, for multiples of 16 and for others, each a program of its own; 0 is a multiple."""
+    run, x = made(specialised=specialised), torch.zeros(64)
+    for number in (5, 6, 1, 16, 4096, 0, 1, 7):
+        run((1,), (x, x), (number, 0.5))
+    run((1,), (x, x), (5, 1.0))  # of another kind by the letter, which costs a look
+    assert sum(entry[0] == "first" for entry in log) == kinds
+    assert [entry[2][2] for entry in log] == [5, 6, 1, 16, 4096, 0, 1, 7, 5]
+
+
+def test_arguments_that_do_not_fit_are_a_bug(log: list[Any]) -> None:
     x = torch.zeros(64)
-    with pytest.raises(AssertionError, match="count"):
-        made(specialised=True)((1,), (x, x), (5, 0.5))
     with pytest.raises(AssertionError, match="count"):
         made()((1,), (x, x), (2**31, 0.5))
     with pytest.raises(AssertionError, match="_stand_in"):

@@ -85,10 +85,8 @@ def _in_parts(
     from hotset.kernels.attention_merge import merge
 
     num_new, num_past = q_QTD.shape[1], k_HPD.shape[1] - q_QTD.shape[1]
-    # What is filled up comes behind all that is real, so no real query sees it.
-    filling = (0, 0, 0, -num_new % NEW_TOKENS)
-    q_QTD = functional.pad(q_QTD, filling)
-    k_own, v_own = (functional.pad(x[:, num_past:], filling) for x in (k_HPD, v_HPD))
+    q_QTD = _filled(q_QTD)
+    k_own, v_own = (_filled(x[:, num_past:]) for x in (k_HPD, v_HPD))
     parts = [*_stretches(num_past), None]
     sums: torch.Tensor | None = None
     for keys in parts:
@@ -104,6 +102,13 @@ def _in_parts(
             sums = merge(sums, sums_QT, out_TQD, logs_QT, dtype=dtype)
     assert sums is not None
     return sums[:num_new]
+
+
+def _filled(x_HTD: torch.Tensor) -> torch.Tensor:
+    """Zeros up to whole thousands: behind all that is real, so no real query sees them. What is
+    whole stays where it lies, torch would copy it."""
+    missing = -x_HTD.shape[1] % NEW_TOKENS
+    return functional.pad(x_HTD, (0, 0, 0, missing)) if missing else x_HTD
 
 
 def _stretches(num_tokens: int) -> Iterator[slice]:

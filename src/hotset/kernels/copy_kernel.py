@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+
+from hotset.kernels.relaunch import Relaunch
 
 # Words (int32) of one program: 256 threads with four 16-byte loads in flight each. A whole GPU of
 # them keeps over 10 MiB in flight, a hundred times what the link's latency needs.
@@ -37,6 +41,10 @@ def launch_copy(sources_N: torch.Tensor, targets_N: torch.Tensor, nbytes: int) -
     programs = sources_N.numel() * triton.cdiv(num_words, _CHUNK_WORDS)
     if programs == 0:
         return
-    _copy_kernel[(programs,)](
-        sources_N, targets_N, NUM_WORDS=num_words, CHUNK=_CHUNK_WORDS, num_warps=8
-    )
+    _copies(num_words)((programs,), (sources_N, targets_N))
+
+
+@cache
+def _copies(num_words: int) -> Relaunch:
+    constants = {"NUM_WORDS": num_words, "CHUNK": _CHUNK_WORDS, "num_warps": 8}
+    return Relaunch(_copy_kernel, constants)

@@ -9,11 +9,15 @@ nothing of tokens' values.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from hotset.kernels.grouping import Grouping
+from hotset.kernels.relaunch import Relaunch
 
 # Pairs of a part: each is compared with all of its part.
 _PART = 128
@@ -133,35 +137,49 @@ def launch_sort(
     """
     num_pairs, num_experts = ids_TK.numel(), grouping.num_experts
     num_parts = triton.cdiv(num_pairs, _PART)
-    block_e = triton.next_power_of_2(num_experts + 1)  # one more for padding
-    blocks = max(1, _MAX_COMPARISONS // block_e)
     ids = ids_TK.contiguous()
     counts_EP = torch.empty(num_experts + 1, num_parts, dtype=torch.int32, device=ids.device)
     sizes = (num_pairs, num_experts, num_parts)
+    run = _sorts(num_experts, grouping.block_tokens)
+    run.count((num_parts,), (ids, counts_EP), sizes)
+    run.sum((num_experts + 1,), (counts_EP, grouping.counts_E), (num_parts,))
+    run.block(
+        (triton.cdiv(grouping.num_blocks, run.blocks),),
+        (
+            grouping.counts_E,
+            grouping.bounds,
+            first_block,
+            grouping.block_expert_B,
+            grouping.block_start_B,
+        ),
+        (num_experts, grouping.num_blocks),
+    )
+    run.pair((num_parts,), (ids, counts_EP, grouping.bounds, grouping.order_N, place_N), sizes)
+
+
+@dataclass(frozen=True)
+class _Sorts:
+    """What launches the four kernels, and blocks of a program of the third."""
+
+    count: Relaunch
+    sum: Relaunch
+    block: Relaunch
+    pair: Relaunch
+    blocks: int
+
+
+@cache
+def _sorts(num_experts: int, block_tokens: int) -> _Sorts:
+    block_e = triton.next_power_of_2(num_experts + 1)  # one more for padding
+    blocks = max(1, _MAX_COMPARISONS // block_e)
     part = {"PART": _PART, "SOME": _MAX_COMPARISONS // _PART, "num_warps": 8}
-    _count_kernel[(num_parts,)](ids, counts_EP, *sizes, **part)
-    _sum_kernel[(num_experts + 1,)](
-        counts_EP,
-        grouping.counts_E,
-        num_parts,
-        BLOCK=_SUMMED,
-        num_warps=4,
-    )
-    _block_kernel[(triton.cdiv(grouping.num_blocks, blocks),)](
-        grouping.counts_E,
-        grouping.bounds,
-        first_block,
-        grouping.block_expert_B,
-        grouping.block_start_B,
-        num_experts,
-        grouping.num_blocks,
-        TOKENS=grouping.block_tokens,
-        BLOCK_E=block_e,
-        BLOCKS=blocks,
-        num_warps=8,
-    )
-    _pair_kernel[(num_parts,)](
-        ids, counts_EP, grouping.bounds, grouping.order_N, place_N, *sizes, **part
+    of_block = {"TOKENS": block_tokens, "BLOCK_E": block_e, "BLOCKS": blocks, "num_warps": 8}
+    return _Sorts(
+        count=Relaunch(_count_kernel, part),
+        sum=Relaunch(_sum_kernel, {"BLOCK": _SUMMED, "num_warps": 4}),
+        block=Relaunch(_block_kernel, of_block),
+        pair=Relaunch(_pair_kernel, part),
+        blocks=blocks,
     )
 
 
@@ -206,19 +224,19 @@ def launch_choices(
 ) -> None:
     """Writes each token's experts, int32 and ascending, and their weights, both contiguous."""
     num_tokens, top_k = ids_TK.shape
+    tokens, run = _choices(top_k)
+    strides = (*ids_TK.stride(), *weights_TK.stride())
+    run(
+        (triton.cdiv(num_tokens, tokens),),
+        (ids_TK, weights_TK, sorted_TK, sorted_weights_TK),
+        (num_tokens, num_experts, *strides),
+    )
+
+
+@cache
+def _choices(top_k: int) -> tuple[int, Relaunch]:
+    """Tokens of a program, and what launches it."""
     choices = triton.next_power_of_2(top_k)
     tokens = max(1, _MAX_COMPARISONS // 2 // choices**2)
-    _choices_kernel[(triton.cdiv(num_tokens, tokens),)](
-        ids_TK,
-        weights_TK,
-        sorted_TK,
-        sorted_weights_TK,
-        num_tokens,
-        num_experts,
-        *ids_TK.stride(),
-        *weights_TK.stride(),
-        TOP_K=top_k,
-        CHOICES=choices,
-        TOKENS=tokens,
-        num_warps=4,
-    )
+    constants = {"TOP_K": top_k, "CHOICES": choices, "TOKENS": tokens, "num_warps": 4}
+    return tokens, Relaunch(_choices_kernel, constants)

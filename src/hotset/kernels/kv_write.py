@@ -8,12 +8,15 @@ write nothing, and where a ring of N blocks is shorter than what is new, only th
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.kv_fp8 import encode_rows
+from hotset.kernels.relaunch import Relaunch
 
 
 @triton.jit
@@ -125,27 +128,39 @@ def write_kv(
     """
     batch, num_new, num_heads, key_dim = k_BTHD.shape
     value_dim = v_BTHD.shape[-1]
-    # Codes go head by head, what is only copied all at once.
-    at_once = num_heads if exponents is None else 1
-    _write_kernel[(num_new, batch)](
-        k_BTHD,
-        v_BTHD,
-        k_pool,
-        v_pool,
-        *(exponents or (k_pool, v_pool)),
-        block_table_BN,
-        lengths_B,
-        *k_BTHD.stride()[:3],
-        *v_BTHD.stride()[:3],
-        block_table_BN.shape[1],
-        BLOCK_TOKENS=k_pool.shape[1],
-        HEADS=num_heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_BLOCK=triton.next_power_of_2(at_once * key_dim),
-        VALUE_BLOCK=triton.next_power_of_2(at_once * value_dim),
-        ROWS=triton.next_power_of_2(num_heads),
-        FP8=exponents is not None,
-        num_warps=4,
-        **dependent_launch(k_BTHD.device),
+    is_fp8 = exponents is not None
+    dims = (num_heads, key_dim, value_dim)
+    run = _writes(k_pool.shape[1], *dims, is_fp8=is_fp8, device=k_BTHD.device)
+    powers = (k_pool, v_pool) if exponents is None else exponents
+    run(
+        (num_new, batch),
+        (k_BTHD, v_BTHD, k_pool, v_pool, *powers, block_table_BN, lengths_B),
+        (*k_BTHD.stride()[:3], *v_BTHD.stride()[:3], block_table_BN.shape[1]),
     )
+
+
+@cache
+def _writes(
+    block_tokens: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    is_fp8: bool,
+    device: torch.device,
+) -> Relaunch:
+    # Codes go head by head, what is only copied all at once.
+    at_once = 1 if is_fp8 else num_heads
+    constants = {
+        "BLOCK_TOKENS": block_tokens,
+        "HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_BLOCK": triton.next_power_of_2(at_once * key_dim),
+        "VALUE_BLOCK": triton.next_power_of_2(at_once * value_dim),
+        "ROWS": triton.next_power_of_2(num_heads),
+        "FP8": is_fp8,
+        "num_warps": 4,
+        **dependent_launch(device),
+    }
+    return Relaunch(_write_kernel, constants)

@@ -2,8 +2,8 @@
 
 Triton binds names, looks at every argument and makes a key of all constants to find the compiled
 kernel, tens of microseconds of the host, and a prompt of a quantised model is bound by what the
-host launches. Here what may change between launches is looked at: where tensors lie and their
-dtypes, as Triton does on NVIDIA's cards. Numbers are never specialised, and looked at once.
+host launches. Here what may change between launches is looked at, as Triton does on NVIDIA's cards:
+where tensors lie, their dtypes, and of numbers that are specialised what Triton compiles for.
 Switches of Triton that are set behind a kernel's first launch do not reach it. Knows kernels by
 their parameters only: tensors first, then numbers, then constants.
 """
@@ -26,8 +26,8 @@ class Relaunch:
     """One kernel with its constants.
 
     Args:
-        kernel: a `@triton.jit` function whose parameters are tensors, numbers that are not
-            specialised, and constants, in this order.
+        kernel: a `@triton.jit` function whose parameters are tensors, numbers and constants, in
+            this order.
         constants: the kernel's, and how it is launched (`num_warps`, ...).
     """
 
@@ -41,6 +41,8 @@ class Relaunch:
         last = kernel.params[len(self._given) :]
         assert all(param.is_constexpr for param in last)
         self._last = [constants[param.name] for param in last]
+        # Places among the numbers of those that are specialised; `None` before the first launch.
+        self._specialised: list[int] | None = None
 
     def __call__(
         self,
@@ -57,8 +59,11 @@ class Relaunch:
         if self._interpreted:
             self._kernel[grid](*tensors, *numbers, **self._constants)
             return
+        if self._specialised is None:
+            self._specialised = self._find_specialised(len(numbers))
         places = [tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors]
-        key = (driver.active.get_current_device(), *places, *(t.dtype for t in tensors))
+        kinds = [(numbers[i] == 1, numbers[i] % _ALIGNMENT == 0) for i in self._specialised]
+        key = (driver.active.get_current_device(), *places, *(t.dtype for t in tensors), *kinds)
         compiled = self._known.get(key)
         if compiled is not None:
             axes = (*grid, 1, 1)[:3]
@@ -71,7 +76,11 @@ class Relaunch:
         if compiled is not None:  # it is where kernels are compiled only, for tests
             self._known[key] = compiled
 
+    def _find_specialised(self, num_numbers: int) -> list[int]:
+        params = self._given[len(self._given) - num_numbers :]
+        return [place for place, param in enumerate(params) if not param.do_not_specialize]
+
     def _check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         assert len(tensors) + len(numbers) == len(self._given), self._kernel.fn.__name__
         for param, number in zip(self._given[len(tensors) :], numbers, strict=True):
-            assert param.do_not_specialize and abs(number) < 2**31, (param.name, number)
+            assert abs(number) < 2**31, (param.name, number)

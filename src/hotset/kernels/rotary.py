@@ -12,6 +12,7 @@ function computes this is `models/rotary`'s business.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from hotset.kernels.device import is_interpreted, round_to
+from hotset.kernels.relaunch import Relaunch
 
 # Elements of a program: 32 a thread with four warps.
 _TILE = 4096
@@ -222,30 +224,39 @@ def rotate(
     """
     y = torch.empty_like(x)
     batch, num_heads, num_tokens, dim = x.shape if heads_at == 1 else x.transpose(1, 2).shape
-    rotary_dim = form.rotary_dim(cos.shape[2])
+    groups, tokens, run = _launches(num_heads, dim, form.rotary_dim(cos.shape[2]), form)
+    cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
+    order = (0, 3 - heads_at, heads_at)
+    strides = [tensor.stride(axis) for tensor in (x, y) for axis in order]
+    strides += [angle.stride(axis) for angle in (cos, sin) for axis in (0, 1)]
+    grid = (triton.cdiv(num_tokens, tokens) * groups, batch)
+    run(grid, (x, y, cos, sin), (num_tokens, *strides))
+    return y
+
+
+@cache
+def _launches(
+    num_heads: int, dim: int, rotary_dim: int, form: RotaryForm
+) -> tuple[int, int, Relaunch]:
+    """Groups of heads, tokens of a program, and what launches it."""
     columns = triton.next_power_of_2(rotary_dim // 2)
     # Heads in a power of two that leaves no rest, tokens in what is left of a tile.
     heads = min(num_heads & -num_heads, max(1, _TILE // (2 * columns)))
     tokens = max(1, _TILE // (2 * columns * heads))
-    cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
-    order = (0, 3 - heads_at, heads_at)
-    _rotary_kernel[(triton.cdiv(num_tokens, tokens) * (num_heads // heads), batch)](
-        *(x, y, cos, sin, num_tokens),
-        *(tensor.stride(axis) for tensor in (x, y) for axis in order),
-        *(angle.stride(axis) for angle in (cos, sin) for axis in (0, 1)),
-        NUM_HEADS=num_heads,
-        HEADS=heads,
-        TOKENS=tokens,
-        HALF=rotary_dim // 2,
-        COLUMNS=columns,
-        PASSED=dim - rotary_dim,
-        PASSED_COLUMNS=triton.next_power_of_2(max(1, dim - rotary_dim)),
-        SOURCE=form.source,
-        TARGET=form.target,
-        ANGLES=form.angles,
-        WIDE=form.wide,
-        INTERPRET=is_interpreted(_rotary_kernel),
-        num_warps=4,
-        enable_fp_fusion=False,  # bits of the specification
-    )
-    return y
+    constants = {
+        "NUM_HEADS": num_heads,
+        "HEADS": heads,
+        "TOKENS": tokens,
+        "HALF": rotary_dim // 2,
+        "COLUMNS": columns,
+        "PASSED": dim - rotary_dim,
+        "PASSED_COLUMNS": triton.next_power_of_2(max(1, dim - rotary_dim)),
+        "SOURCE": form.source,
+        "TARGET": form.target,
+        "ANGLES": form.angles,
+        "WIDE": form.wide,
+        "INTERPRET": is_interpreted(_rotary_kernel),
+        "num_warps": 4,
+        "enable_fp_fusion": False,  # bits of the specification
+    }
+    return num_heads // heads, tokens, Relaunch(_rotary_kernel, constants)

@@ -61,6 +61,20 @@ def test_whole_records_dequantise_to_equal_bits(name: str) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("kernels", [TRITON, REFERENCE])
+def test_records_without_tokens_are_neither_read_nor_written(kernels: Kernels) -> None:
+    experts = some_experts("int4")
+    plain_bytes = experts.spec.as_plain().record_bytes
+    counts = torch.tensor([7, 0, 3, 0, 1], dtype=torch.int32, device=DEVICE)[1:4]  # of a range
+    address_N = experts.addresses.clone()
+    want = torch.full((3, plain_bytes), 0xAB, dtype=torch.uint8, device=DEVICE)
+    kernels.dequantise_records(address_N, experts.spec, want)
+    address_N[[0, 2]] = 64 if kernels is TRITON else 0  # nothing may be read there
+    out = torch.full_like(want, 0xAB)
+    kernels.dequantise_records(address_N, experts.spec, out, counts_N=counts)
+    assert torch.equal(out[1], want[1]) and bool((out[[0, 2]] == 0xAB).all())
+
+
 def output(kernels: Kernels, experts: Experts) -> torch.Tensor:
     x_TH, ids_TK = make_inputs(experts, 9, 1, padding=False)  # more than `moe_few` takes
     return kernels.expert_outputs(x_TH, ids_TK, experts.addresses, experts.spec)

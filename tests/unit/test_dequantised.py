@@ -41,9 +41,16 @@ def dequantised(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     calls: list[list[int]] = []
     real = ReferenceKernels.dequantise_records
 
-    def noted(self: object, address_N: torch.Tensor, *args: object) -> None:
-        calls.append(address_N.nonzero()[:, 0].tolist())
-        real(self, address_N, *args)  # type: ignore[arg-type]
+    def noted(
+        self: ReferenceKernels,
+        address_N: torch.Tensor,
+        spec: ExpertSpec,
+        out_ND: torch.Tensor,
+        *,
+        counts_N: torch.Tensor,
+    ) -> None:
+        calls.append((address_N * counts_N).nonzero()[:, 0].tolist())
+        real(self, address_N, spec, out_ND, counts_N=counts_N)
 
     monkeypatch.setattr(ReferenceKernels, "dequantise_records", noted)
     return calls

@@ -14,7 +14,7 @@ import torch
 from hotset.core.geometry import MoELayer
 from hotset.core.placement import Matches
 from hotset.core.slot_pools import IntArray
-from hotset.experts.transfer import send
+from hotset.experts.transfer import PLACE_BYTES, send, sent, uploads
 
 
 class AddressTable:
@@ -48,6 +48,27 @@ class AddressTable:
     def row(self, layer: int) -> torch.Tensor:
         """`address` of one layer, [E] int64 on the device; a view, so it is always current."""
         return self.address[layer, : self._num_experts[layer]]
+
+    def choose(self, layer: int, staged_E: IntArray, *, first: int, stop: int) -> torch.Tensor:
+        """Where the experts `first` .. `stop` - 1 of a layer are read, ordered on the current
+        stream: [E] int64 on the device, 0 for the others.
+
+        Args:
+            staged_E: [E] int64, where that is not as the table says; 0 for those where it is.
+        """
+        row_E = self.row(layer)
+        if row_E.is_cuda and staged_E.nbytes <= PLACE_BYTES:
+            from hotset.kernels.upload import launch_choose
+
+            out_E = torch.empty_like(row_E)
+            with uploads(row_E.device).place(staged_E) as where:
+                launch_choose(*where, row_E, out_E, first=first, stop=stop)
+            return out_E
+        out_E = torch.zeros_like(row_E)
+        some = slice(first, stop)
+        staged_R = sent(staged_E[some], row_E.device)
+        torch.where(staged_R == 0, row_E[some], staged_R, out=out_E[some])
+        return out_E
 
     def adopt(self, matches: Matches, slot_addresses: IntArray) -> None:
         """Takes note of what the device did to its own table; copies nothing.

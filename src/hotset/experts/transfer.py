@@ -4,7 +4,8 @@ meanings."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -14,62 +15,72 @@ from numpy.typing import NDArray
 
 # What goes up without the copy engine, which is busy with records: arrays of up to so many bytes,
 # and so many of them before the host waits for the first.
-_PLACE_BYTES, _NUM_PLACES = 16 * 1024, 128
+PLACE_BYTES, _NUM_PLACES = 16 * 1024, 128
 
 
 def sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy on the device, ordered on the current stream; the host need not wait for it."""
-    host = torch.from_numpy(np.array(array))  # a copy of its own, contiguous
     if device.type != "cuda":
-        return host
-    out = torch.empty_like(host, device=device)
+        return torch.from_numpy(np.array(array))  # a copy of its own, contiguous
+    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
+    out = torch.empty(array.shape, dtype=dtype, device=device)
     send(array, out)
     return out
 
 
 def send(array: NDArray[Any], out: torch.Tensor) -> None:
     """`sent` into a contiguous tensor of the array's shape and dtype."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    assert host.dtype == out.dtype and host.shape == out.shape and out.is_contiguous()
+    array = np.ascontiguousarray(array)
+    assert array.shape == out.shape and array.itemsize == out.itemsize and out.is_contiguous()
     if out.device.type != "cuda":
-        out.copy_(host)
-    elif 0 < host.nbytes <= _PLACE_BYTES and host.nbytes % 4 == 0:
-        _uploads(out.device).send(host, out)
+        out.copy_(torch.from_numpy(array))
+    elif 0 < array.nbytes <= PLACE_BYTES and array.nbytes % 4 == 0:
+        from hotset.kernels.upload import launch_upload
+
+        with uploads(out.device).place(array) as where:
+            launch_upload(*where, out)
     else:
         # The allocator of page-locked memory keeps it until the copy is done.
-        out.copy_(host.pin_memory(), non_blocking=True)
+        out.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
 
 
 class Uploads:
-    """Copies to a device by kernels that read page-locked memory (`kernels.upload`).
+    """Page-locked memory from which kernels take what the host gives them (`kernels.upload`).
 
     Args:
         device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._host_NB = torch.empty(_NUM_PLACES, _PLACE_BYTES, dtype=torch.uint8, pin_memory=True)
-        places = np.arange(_NUM_PLACES, dtype=np.int64) * _PLACE_BYTES + self._host_NB.data_ptr()
+        self._memory = torch.empty(_NUM_PLACES, PLACE_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._host = self._memory.numpy()
+        places = np.arange(_NUM_PLACES, dtype=np.int64) * PLACE_BYTES + self._memory.data_ptr()
         self._places_N = torch.from_numpy(places).to(device)
         self._read = [torch.cuda.Event() for _ in range(_NUM_PLACES)]
         self._next, self._lock = 0, threading.Lock()
 
-    def send(self, host: torch.Tensor, out: torch.Tensor) -> None:
-        """Copies words into a contiguous tensor, ordered on the current stream."""
-        from hotset.kernels.upload import launch_upload
+    @contextmanager
+    def place(self, array: NDArray[Any]) -> Iterator[tuple[torch.Tensor, int]]:
+        """Puts an array where kernels can read it that are launched within the block, on the
+        current stream.
 
+        Args:
+            array: contiguous, of at most `PLACE_BYTES`.
+
+        Yields:
+            Addresses of all places, int64 [N] on the device, and which of them it is.
+        """
         with self._lock:
-            index = self._next
+            index, self._next = self._next, (self._next + 1) % _NUM_PLACES
             self._read[index].synchronize()  # at once, if it was never used
-            place = self._host_NB[index, : host.nbytes]
-            place.copy_(host.reshape(-1).view(torch.uint8))
-            launch_upload(self._places_N, index, out)
-            self._read[index].record(torch.cuda.current_stream(out.device))
-            self._next = (index + 1) % _NUM_PLACES
+            self._host[index, : array.nbytes] = array.reshape(-1).view(np.uint8)
+            yield self._places_N, index
+            self._read[index].record()
 
 
 @cache
-def _uploads(device: torch.device) -> Uploads:
+def uploads(device: torch.device) -> Uploads:
+    """Those of a device."""
     return Uploads(device)
 
 

@@ -28,8 +28,16 @@ def check_inputs(
         assert out.dtype == torch.float32 and out.is_contiguous()
 
 
-def check_plain_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
+def check_plain_records(
+    address_N: torch.Tensor,
+    spec: ExpertSpec,
+    out_ND: torch.Tensor,
+    counts_N: torch.Tensor | None,
+) -> None:
     """Of `dequantise_records`."""
     assert address_N.dtype == torch.int64 and address_N.ndim == 1 and address_N.is_contiguous()
     assert out_ND.shape == (len(address_N), spec.as_plain().record_bytes), out_ND.shape
     assert out_ND.dtype == torch.uint8 and out_ND.is_contiguous()
+    if counts_N is not None:
+        assert counts_N.shape == address_N.shape and counts_N.is_contiguous()
+        assert counts_N.dtype in (torch.int32, torch.int64)

@@ -29,9 +29,10 @@ from hotset.kernels.relaunch import Relaunch
 
 # Addresses are those of any range of experts: where they begin says nothing worth a compilation,
 # which would come in the middle of a prompt.
-@triton.jit(do_not_specialize_on_alignment=["address_N"])
+@triton.jit(do_not_specialize_on_alignment=["address_N", "counts_N"])
 def _dequantise_kernel(
     address_N,
+    counts_N,
     out,
     OUT_BYTES: tl.constexpr,
     NUM_ROWS: tl.constexpr,
@@ -44,7 +45,7 @@ def _dequantise_kernel(
 ):
     index = tl.program_id(1)
     record = tl.load(address_N + index)
-    if record == 0:
+    if (record == 0) | (tl.load(counts_N + index) == 0):
         return
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < NUM_ROWS
@@ -79,10 +80,16 @@ def _dequantise_kernel(
         tl.store(plain + rows[:, None] * M.columns + columns[None, :], tile, mask=real)
 
 
-def dequantise_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
+def dequantise_records(
+    address_N: torch.Tensor,
+    spec: ExpertSpec,
+    out_ND: torch.Tensor,
+    counts_N: torch.Tensor | None = None,
+) -> None:
     """Writes records as plain ones; see `dispatch.Kernels.dequantise_records`."""
+    counts_N = address_N if counts_N is None else counts_N
     for num_tiles, run in _launches(spec, out_ND.shape[1]):
-        run((num_tiles, address_N.numel()), (address_N, out_ND))
+        run((num_tiles, address_N.numel()), (address_N, counts_N, out_ND))
 
 
 @cache

@@ -76,7 +76,12 @@ class Kernels(Protocol):
         """
 
     def dequantise_records(
-        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+        self,
+        address_N: torch.Tensor,
+        spec: ExpertSpec,
+        out_ND: torch.Tensor,
+        *,
+        counts_N: torch.Tensor | None = None,
     ) -> None:
         """Writes N records as plain ones, for `expert_outputs` with `spec.as_plain()`.
 
@@ -87,6 +92,8 @@ class Kernels(Protocol):
             address_N: int64 [N], addresses of records; the row of a 0 is left untouched.
             spec: of the packed records.
             out_ND: uint8 [N, plain record bytes], contiguous, rows at multiples of 64 bytes.
+            counts_N: integers [N], tokens of each: what has none is not read, and its row is left
+                untouched too. Without them all are read.
         """
 
     def match(
@@ -186,9 +193,16 @@ class ReferenceKernels:
         return reference.expert_outputs(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E)
 
     def dequantise_records(
-        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+        self,
+        address_N: torch.Tensor,
+        spec: ExpertSpec,
+        out_ND: torch.Tensor,
+        *,
+        counts_N: torch.Tensor | None = None,
     ) -> None:
-        check_plain_records(address_N, spec, out_ND)
+        check_plain_records(address_N, spec, out_ND, counts_N)
+        if counts_N is not None:
+            address_N = address_N * (counts_N > 0)
         reference.dequantise_records(address_N, spec, out_ND)
 
     def match(
@@ -284,12 +298,17 @@ class TritonKernels:
         return run(x_TH, ids_TK, address_E, spec, out=out, fill_E=fill_E, behind_match=behind_match)
 
     def dequantise_records(
-        self, address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor
+        self,
+        address_N: torch.Tensor,
+        spec: ExpertSpec,
+        out_ND: torch.Tensor,
+        *,
+        counts_N: torch.Tensor | None = None,
     ) -> None:
         from hotset.kernels.dequantise_records import dequantise_records
 
-        check_plain_records(address_N, spec, out_ND)
-        dequantise_records(address_N, spec, out_ND)
+        check_plain_records(address_N, spec, out_ND, counts_N)
+        dequantise_records(address_N, spec, out_ND, counts_N)
 
     def match(
         self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None

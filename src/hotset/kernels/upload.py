@@ -1,4 +1,4 @@
-"""A few numbers of the host's, copied by a kernel that reads page-locked memory where it lies.
+"""A few numbers of the host's, taken by a kernel that reads page-locked memory where it lies.
 
 A copy by the copy engine waits there for every record that is on its way, which may be milliseconds
 of a prompt; a kernel's reads go between them. Knows words and addresses.
@@ -39,6 +39,43 @@ def launch_upload(places_N: torch.Tensor, index: int, out: torch.Tensor) -> None
     words = out.view(-1).view(torch.int32)
     grid = (triton.cdiv(num_words, _WORDS_OF_A_PROGRAM),)
     _uploads()(grid, (places_N, words), (index, num_words))
+
+
+@triton.jit(do_not_specialize=["index", "first", "stop", "num_experts"])
+def _choose_kernel(places_N, row_E, out_E, index, first, stop, num_experts, EXPERTS: tl.constexpr):
+    source = tl.load(places_N + index).to(tl.pointer_type(tl.int64))
+    expert = tl.arange(0, EXPERTS)
+    real = expert < num_experts
+    chosen = tl.load(source + expert, mask=real, other=0)
+    chosen = tl.where(chosen == 0, tl.load(row_E + expert, mask=real, other=0), chosen)
+    within = (expert >= first) & (expert < stop)
+    tl.store(out_E + expert, tl.where(within, chosen, 0), mask=real)
+
+
+def launch_choose(
+    places_N: torch.Tensor,
+    index: int,
+    row_E: torch.Tensor,
+    out_E: torch.Tensor,
+    *,
+    first: int,
+    stop: int,
+) -> None:
+    """Addresses of the experts `first` .. `stop` - 1, of the others 0.
+
+    Args:
+        places_N, index: as of `launch_upload`; there lie E addresses, int64.
+        row_E: what counts where such an address is 0.
+        out_E: written.
+    """
+    num_experts = row_E.numel()
+    run = _chooses(triton.next_power_of_2(num_experts))
+    run((1,), (places_N, row_E, out_E), (index, first, stop, num_experts))
+
+
+@cache
+def _chooses(experts: int) -> Relaunch:
+    return Relaunch(_choose_kernel, {"EXPERTS": experts, "num_warps": 4})
 
 
 @cache

@@ -9,8 +9,8 @@ time, cannot change a bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
+from functools import lru_cache, reduce
+from operator import add
 
 import torch
 
@@ -37,12 +37,10 @@ class DequantisedExperts:
         size = dequantised_records(layer.expert, layer.num_experts)
         plain_bytes = layer.expert.as_plain().record_bytes
         self._plain_ND = torch.empty(size, plain_bytes, dtype=torch.uint8, device=device)
-        # Places go round, so an expert's is known from the first expert of its range. Made on the
-        # device: an upload would wait for the records that are on their way.
-        places = torch.arange(layer.num_experts + size, dtype=torch.int64, device=device) % size
-        self._round = places * plain_bytes + self._plain_ND.data_ptr()
+        places = layer.num_experts, size, plain_bytes
+        self._round = _round(self._plain_ND.data_ptr(), *places, device=device)
         # What has no tokens is not read: it may lie behind the link.
-        self._used_E = reduce(or_, (one.counts > 0 for one in sums))
+        self._counts_E = reduce(add, (one.counts for one in sums))
 
     def add(self, address_E: torch.Tensor, *, first: int, stop: int) -> None:
         """Runs the experts `first` .. `stop` - 1 on their tokens of every block.
@@ -50,14 +48,28 @@ class DequantisedExperts:
         Args:
             address_E: where each quantised record is read; 0 for experts outside the range.
         """
-        packed_E = address_E * self._used_E
-        size, num_experts = len(self._plain_ND), len(packed_E)
+        size, num_experts = len(self._plain_ND), len(address_E)
         behind = size - first % size
         plain_E = self._round[behind : behind + num_experts]
         for start in range(first, stop, size):
             end = min(start + size, stop)
             # Written over behind the products that read it: both are on the current stream.
-            room_ND = self._plain_ND[: end - start]
-            self._kernels.dequantise_records(packed_E[start:end], self._spec, room_ND)
+            self._kernels.dequantise_records(
+                address_E[start:end],
+                self._spec,
+                self._plain_ND[: end - start],
+                counts_N=self._counts_E[start:end],
+            )
             for one in self._sums:
                 one.add(plain_E, first=start, stop=end)
+
+
+@lru_cache(maxsize=64)  # an allocator gives the same memory again and again
+def _round(
+    base: int, num_experts: int, size: int, plain_bytes: int, *, device: torch.device
+) -> torch.Tensor:
+    """Addresses of `size` plain records in turn, [num_experts + size] int64: as places go round, an
+    expert's is known from the first expert of its range."""
+    # Made on the device: an upload would wait for the records that are on their way.
+    turns = torch.arange(num_experts + size, dtype=torch.int64, device=device) % size
+    return turns * plain_bytes + base

@@ -24,7 +24,6 @@ from hotset.core.slot_pools import BoolArray
 from hotset.core.staging import PREFETCH_SHARE
 from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
-from hotset.experts.transfer import sent
 
 
 @dataclass(frozen=True)
@@ -231,15 +230,12 @@ class ExpertStream:
 
     def _addresses(self, layer: int, part: _Range, staged: Staged | None) -> torch.Tensor:
         """[E]: of the table within the range, of the buffer where that has the record."""
-        row_E = self._store.table.row(layer)
-        if staged is None and (part.first, part.stop) == (0, len(row_E)):
-            return row_E
-        chosen_E = np.zeros(len(row_E), dtype=np.int64)  # 0: as the table says
+        table = self._store.table
+        num_experts = self._store.layers[layer].num_experts
+        if staged is None and (part.first, part.stop) == (0, num_experts):
+            return table.row(layer)
+        staged_E = np.zeros(num_experts, dtype=np.int64)  # 0: as the table says
         if staged is not None:
             places = np.arange(len(staged.experts)) * staged.record_bytes
-            chosen_E[list(staged.experts)] = staged.address + places
-        some = slice(part.first, part.stop)
-        chosen_R = sent(chosen_E[some], row_E.device)
-        address_E = torch.zeros_like(row_E)
-        torch.where(chosen_R == 0, row_E[some], chosen_R, out=address_E[some])
-        return address_E
+            staged_E[list(staged.experts)] = staged.address + places
+        return table.choose(layer, staged_E, first=part.first, stop=part.stop)

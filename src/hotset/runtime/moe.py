@@ -112,26 +112,25 @@ class MoERunner:
         routed; by then the device has work: what can be computed on without it.
         """
         ids = [block.ids_TK for block in blocks]
-        fetched = self._log.fetch(self._layer, ids[0] if len(ids) == 1 else torch.cat(ids))
         sums = self._opened(blocks)
-        counted = self._log.download(torch.stack([one.counts for one in sums]))
-
+        ids_TK = ids[0] if len(ids) == 1 else torch.cat(ids)
+        known = self._log.fetch(self._layer, ids_TK, [one.counts for one in sums])
         for part, one in enumerate(sums):
-            one.expect(partial(_row, counted, part))
+            one.expect(partial(_counts, known, part))
         resident_E = self._store.placement.resident[self._layer, : self._spec.num_experts].copy()
 
         @cache
         def need() -> Need:
-            counts_PE: IntArray = counted().numpy()
+            _, counts_PE = known()
             used_E: BoolArray = counts_PE.sum(axis=0) > 0
             return Need(used_E, self._use_ring(used_E & ~resident_E, counts_PE, sums))
 
         @cache
         def read() -> None:
             """The policy takes in what is routed, once the device has work."""
-            ids_TK = fetched()
+            routed_TK, _ = known()
             if self._tee is not None:
-                self._tee.read(self._layer, ids_TK)
+                self._tee.read(self._layer, routed_TK)
 
         adders = self._adders(sums)
         if self._stream is not None:
@@ -290,9 +289,10 @@ def make_runners(
     ]
 
 
-def _row(table: Callable[[], torch.Tensor], index: int) -> IntArray:
-    row: IntArray = table()[index].numpy()
-    return row
+def _counts(known: Callable[[], tuple[IntArray, IntArray]], part: int) -> IntArray:
+    _, counts_PE = known()
+    counts_E: IntArray = counts_PE[part]
+    return counts_E
 
 
 def _cut(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -6,9 +6,10 @@ nothing of tokens or text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -74,25 +75,32 @@ class RoutingLog:
         """Notes what a layer routed; the tensor must not be written afterwards."""
         self._pending.append((layer, ids_TK))
 
-    def fetch(self, layer: int, ids_TK: torch.Tensor) -> Callable[[], IntArray]:
-        """Sends what a layer routed to the host.
+    def fetch(
+        self, layer: int, ids_TK: torch.Tensor, counts: Sequence[torch.Tensor]
+    ) -> Callable[[], tuple[IntArray, IntArray]]:
+        """Sends what a layer of a prompt routed to the host, and how many tokens its experts have.
+
+        Args:
+            ids_TK: of all tokens.
+            counts: int32 [E] each.
 
         Returns:
-            Waits until it is known, whatever has been queued since; notes it, and gives it, int32.
+            Waits until it is known, whatever has been queued since; notes it, and gives the ids,
+            int32 [T, K], and the counts [P, E].
         """
-        wait = self.download(ids_TK.to(torch.int32))
+        flat = torch.cat([ids_TK.reshape(-1).to(torch.int32), *counts])
+        wait = self._downloads.begin(flat)
 
-        def known() -> IntArray:
-            host_TK = wait()
+        @cache
+        def known() -> tuple[IntArray, IntArray]:
+            host = wait()
+            host_TK = host[: ids_TK.numel()].view(ids_TK.shape)
             self.add(layer, host_TK)
+            counts_PE: IntArray = host[ids_TK.numel() :].view(len(counts), -1).numpy()
             found: IntArray = host_TK.numpy()
-            return found
+            return found, counts_PE
 
         return known
-
-    def download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Sends something else of a layer to the host; see `Downloads.begin`."""
-        return self._downloads.begin(tensor)
 
     def take(self) -> np.ndarray:
         """Ends the step: its routed ids, [L, N] int32, padded with -1."""

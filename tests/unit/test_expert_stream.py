@@ -10,6 +10,7 @@ import torch
 from records import expert, layers, make_store, record_bytes, resident, routed, runner
 from torch import nn
 
+from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import ReferenceKernels
 from hotset.kernels.reference import read_record
@@ -114,8 +115,8 @@ def test_what_is_here_already_is_computed_on_before_the_routing_is_known() -> No
     assert store.ring.num_idle == 2
 
 
-def test_what_comes_last_is_sent_for_behind_the_first_group() -> None:
-    """Its buffer is free again: the link need not wait until all that is here is given out."""
+def test_what_comes_last_is_sent_for_behind_the_first_groups() -> None:
+    """Their buffers are free again: the link need not wait until all that is here is given out."""
     store = make_store(layers(8, 8), staging_records=6, num_buffers=3)
     stream, size = ExpertStream(store), store.layers[0].expert.record_bytes
     stream.prefetch(1)
@@ -130,9 +131,38 @@ def test_what_comes_last_is_sent_for_behind_the_first_group() -> None:
         stops = []
         for number, group in enumerate(groups):
             stops.append(group.stop)
-            assert len(asked) == min(number, 1), "once, while the first is computed on"
-            assert store.ring.copied_bytes - before == min(number, 1) * 2 * size
+            assert len(asked) == (number > 1), "once, while the first two are computed on"
+            assert store.ring.copied_bytes - before == (number > 1) * 2 * size
     assert stops == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("num_early", [0, 1, 2])
+def test_staged_groups_are_shown_once_behind_what_reads_them(num_early: int) -> None:
+    """And not before it is known what is routed; their buffers are idle only then."""
+    store = make_store(layers(8, 8), staging_records=4)
+    stream, log = ExpertStream(store), []
+    if num_early:
+        stream.prefetch(1)
+    if num_early == 1:
+        store.ring.release(stream._early.pop())
+
+    def need() -> Need:
+        log.append("known")
+        return used(store, range(8), 1)()
+
+    def behind(staged: Staged, stop: int) -> None:
+        assert staged.buffer not in store.ring._idle and stop == staged.experts[-1] + 1
+        log.append(f"shown {staged.experts[0]}")
+
+    with stream.groups(1, need, behind) as groups:
+        log.extend(f"read {group.first}" for group in groups)
+    early = [f"read {2 * place}" for place in range(num_early)]
+    assert log[: num_early + 1] == [*early, "known"]
+    assert sorted(log[num_early + 1 :]) == sorted(
+        [f"shown {first}" for first in (0, 2, 4, 6)]
+        + [f"read {first}" for first in (0, 2, 4, 6)][num_early:]
+    )
+    assert all(log.index(f"read {n}") < log.index(f"shown {n}") for n in (0, 2, 4, 6))
 
 
 def test_a_layer_that_fits_a_buffer_needs_no_routing_at_all() -> None:

@@ -97,6 +97,9 @@ class Ring:
         ]
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if on_gpu else None
+        # Copies into slots run beside what is computed meanwhile.
+        self._slots_stream = torch.cuda.Stream(device) if on_gpu else None
+        self._in_slots = torch.cuda.Event() if on_gpu else None
         self._ready = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]
         self._free = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]
         for free in self._free:
@@ -178,32 +181,55 @@ class Ring:
         if ready is not None:
             torch.cuda.current_stream(self._device).wait_event(ready)
 
+    def computed(self, staged: Staged) -> None:
+        """Behind what the current stream has queued by now only `copy_to_slots` reads them."""
+        free = self._free[staged.buffer]
+        if free is not None:
+            free.record(torch.cuda.current_stream(self._device))
+
     def release(self, staged: Staged) -> None:
-        """The buffer is idle again behind what the current stream has queued by now.
+        """The buffer is idle again once nothing reads it any more; see `computed`.
 
         Its own copies may still be on their way, as when nobody wants them any more: the next ones
         come behind them on their stream.
         """
         assert staged.buffer not in self._idle
-        free = self._free[staged.buffer]
-        if free is not None:
-            free.record(torch.cuda.current_stream(self._device))
         self._idle.append(staged.buffer)
 
     def copy_to_slots(
         self, staged: Staged, experts: Sequence[int], slots: SlotMemory, where: Sequence[int]
     ) -> None:
-        """Copies staged records into slots, device to device, ordered on the current stream.
-
-        The slots' addresses in the table may change only behind it.
+        """Copies records that are `computed` into slots, device to device, beside what the current
+        stream has queued since. See `wait_for_slots`.
 
         Args:
             staged: where the records are.
             experts: whose, each of them staged.
-            slots: where they go.
+            slots: where they go; nothing that was queued since reads what is there.
             where: the slot of each, all different.
         """
-        places = np.array([staged.experts.index(expert) for expert in experts], dtype=np.int64)
+        free = self._free[staged.buffer]
+        if self._slots_stream is None:
+            self._copy_to_slots(staged, experts, slots, where)
+            return
+        assert free is not None and self._in_slots is not None
+        self._slots_stream.wait_event(free)
+        try:
+            with torch.cuda.stream(self._slots_stream):
+                self._copy_to_slots(staged, experts, slots, where)
+        finally:  # some may be on their way when this is interrupted
+            free.record(self._slots_stream)
+            self._in_slots.record(self._slots_stream)
+
+    def wait_for_slots(self) -> None:
+        """What the current stream runs from now on finds in slots what was copied there."""
+        if self._in_slots is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._in_slots)
+
+    def _copy_to_slots(
+        self, staged: Staged, experts: Sequence[int], slots: SlotMemory, where: Sequence[int]
+    ) -> None:
+        places = np.searchsorted(staged.experts, experts)
         targets = slots.addresses(np.array(where, dtype=np.int64))
         for first in range(0, len(places), _LAUNCHED):
             some = slice(first, first + _LAUNCHED)

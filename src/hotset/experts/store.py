@@ -150,11 +150,12 @@ class ExpertStore(Closing):
         self.steps_in_flight -= 1
 
     def tee(self, staged: Staged, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies staged records into the slots of other experts of their layer, ordered on the
-        current stream. `hand_over` makes them the owners; until then nothing may read the victims.
+        """Copies staged records into the slots of other experts of their layer, beside what is
+        computed meanwhile. `hand_over` makes them the owners; until then nothing may read the
+        victims.
 
         Args:
-            staged: where the records are.
+            staged: where the records are; `Ring.computed`, behind all that reads the victims.
             pairs: (expert, victim), no victim twice.
         """
         if not pairs:
@@ -185,6 +186,7 @@ class ExpertStore(Closing):
             routed_LN=np.zeros((0, 0), dtype=np.bool_),
             hit_LN=np.zeros((0, 0), dtype=np.bool_),
         )
+        self.ring.wait_for_slots()
         self.table.adopt(matches, self.slots.addresses(matches.slot))
         self.table.send(layer)
         self.placement.apply(matches)
@@ -200,6 +202,7 @@ class ExpertStore(Closing):
         pinned = self.placement.pinned
         owned = _owned(self.placement)
         again = {key: slot for key, slot in owned.items() if not pinned[key]}
+        self.ring.wait_for_slots()
         self.ring.fill(self._fills(again), self.slots)
         self.table.restore({key: self.slots.address(slot) for key, slot in owned.items()})
         self.steps_in_flight, self.is_torn = 0, False

@@ -68,6 +68,15 @@ class Need:
         return int(self.used_E.sum())
 
 
+# Of the groups that are here so many are given out before the host asks what a layer routes to:
+# enough for the device to compute on while the host brings the policy up to date, few enough for
+# their buffers to be filled again in time.
+_GIVEN_BEFORE = 2
+
+# (records of a group, first expert behind it)
+Behind = Callable[[Staged, int], None]
+
+
 class ExpertStream:
     """Brings missing records of one layer after the other.
 
@@ -117,46 +126,57 @@ class ExpertStream:
             self._ring.release(self._early.popleft())
 
     @contextmanager
-    def groups(self, layer: int, need: Callable[[], Need]) -> Iterator[Iterator[Group]]:
+    def groups(
+        self, layer: int, need: Callable[[], Need], behind: Behind | None = None
+    ) -> Iterator[Iterator[Group]]:
         """All experts of a layer, group by group in ascending id.
 
         A group is valid until the next one is asked for; that happens on the current stream. The
-        first of what is here already comes before anything is asked of `need`.
+        first of what is here already come before anything is asked of `need`.
 
         Args:
             layer: MoE layer.
             need: what the layer routes to; may wait for the device. No other expert crosses the
                 link from then on.
+            behind: called for each staged group once `need` is known and what reads the group is
+                queued, with its records and the first expert behind it.
         """
         if self._early and self._early[0].layer != layer:
             self.drop()
         early, self._early = self._early, deque()
-        with closing(self._all(layer, need, early)) as groups:
+        with closing(self._all(layer, need, behind, early)) as groups:
             yield groups
 
-    def _all(self, layer: int, need: Callable[[], Need], early: deque[Staged]) -> Generator[Group]:
+    def _all(
+        self,
+        layer: int,
+        need: Callable[[], Need],
+        behind: Behind | None,
+        early: deque[Staged],
+    ) -> Generator[Group]:
         """Every idle buffer is kept on its way ahead of the group that is computed on.
 
-        What the layer routes to is asked for as soon as one group of those that are here has been
-        given out: while the device computes on it, the host sees to what comes behind them.
+        What the layer routes to is asked for as soon as some of what is here has been given out:
+        while the device computes on it, the host sees to what comes behind.
         """
         resident_E = self._store.placement.resident[layer, : self._store.layers[layer].num_experts]
         here, first = self._early_ranges(early, resident_E)
         ahead, ranges = deque(early), deque(here)
         todo: deque[tuple[int, ...]] = deque()
+        given: deque[tuple[Staged, int]] = deque()  # computed on, and not let go yet
         staged, goes_on = None, False
+        num_before = min(len(here), _GIVEN_BEFORE)
         try:
             for num_given in count():
-                if num_given == min(len(here), 1):
+                if num_given == num_before:
                     later, goes_on = self._later(layer, need(), first, resident_E)
                     ranges += later
                     todo += [part.experts for part in later if part.experts]
+                if num_given >= num_before:
+                    self._let_go(given, behind)
                 if not ranges:
                     break
-                while todo and self._ring.num_idle and (self._overlap or not ahead):
-                    if not self._overlap and self._store.device.type == "cuda":
-                        torch.cuda.synchronize(self._store.device)
-                    ahead.append(self._stage(layer, todo.popleft()))
+                self._send(layer, todo, ahead)
                 if goes_on and not todo:
                     self.prefetch(layer + 1)
                 part = ranges.popleft()
@@ -165,13 +185,30 @@ class ExpertStream:
                     self._ring.wait(staged)
                 yield Group(part.first, part.stop, self._addresses(layer, part, staged), staged)
                 if staged is not None:
-                    self._ring.release(staged)
+                    self._ring.computed(staged)
+                    given.append((staged, part.stop))
                     staged = None
             if goes_on:  # into buffers that were not idle before
                 self.prefetch(layer + 1)
         finally:  # after an error, here or in the caller
-            for left in (*ahead, *([] if staged is None else [staged])):
+            if staged is not None:
+                self._ring.computed(staged)
+                self._ring.release(staged)
+            for left in (*ahead, *(one for one, _ in given)):
                 self._ring.release(left)
+
+    def _let_go(self, given: deque[tuple[Staged, int]], behind: Behind | None) -> None:
+        while given:
+            if behind is not None:
+                behind(*given[0])
+            self._ring.release(given.popleft()[0])
+
+    def _send(self, layer: int, todo: deque[tuple[int, ...]], ahead: deque[Staged]) -> None:
+        """Groups set off as far as buffers are idle; without overlap one, behind all else."""
+        while todo and self._ring.num_idle and (self._overlap or not ahead):
+            if not self._overlap and self._store.device.type == "cuda":
+                torch.cuda.synchronize(self._store.device)
+            ahead.append(self._stage(layer, todo.popleft()))
 
     def _later(
         self, layer: int, known: Need, first: int, resident_E: BoolArray

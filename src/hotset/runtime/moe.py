@@ -19,6 +19,7 @@ from torch import nn
 from hotset.core.prompt_cost import expert_flops
 from hotset.core.slot_pools import BoolArray, IntArray
 from hotset.core.staging import DequantiseRule, Reads, StagingRule, block_tokens
+from hotset.experts.ring import Staged
 from hotset.experts.store import ExpertStore
 from hotset.kernels.dispatch import Kernels
 from hotset.kernels.launch import token_block
@@ -28,7 +29,7 @@ from hotset.runtime.blocks import Block
 from hotset.runtime.dequantised import DequantisedExperts
 from hotset.runtime.expert_stream import ExpertStream, Need
 from hotset.runtime.routing import RoutingLog
-from hotset.runtime.tee import Tee
+from hotset.runtime.tee import Swaps, Tee
 
 # A block of up to so many tokens runs whole: all its outputs are kept and summed at the end. It is
 # also as many as a step may have that fills slots with what it reads in place.
@@ -237,16 +238,20 @@ class MoERunner:
         read: Callable[[], None],
     ) -> None:
         """Groups outermost: each record is staged once for all blocks."""
-        swaps = None
-        with stream.groups(self._layer, need) as groups:
+        swaps: Swaps | None = None
+
+        def take(staged: Staged, stop: int) -> None:
+            nonlocal swaps
+            if swaps is None:
+                assert self._tee is not None
+                read()
+                swaps = self._tee.swaps(self._layer, need().used_E)
+            swaps.take(staged, stop=stop)
+
+        behind = None if self._tee is None else take
+        with stream.groups(self._layer, need, behind) as groups:
             for group in groups:
                 self._add(adders, group.address_E, group.first, group.stop)
-                if self._tee is None or group.staged is None:
-                    continue
-                if swaps is None:
-                    read()
-                    swaps = self._tee.swaps(self._layer, need().used_E)
-                swaps.take(group.staged, stop=group.stop)
         if swaps is not None:
             swaps.finish()
 

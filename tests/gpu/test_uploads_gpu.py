@@ -33,8 +33,8 @@ def test_more_are_sent_than_there_are_places_before_the_first_is_read() -> None:
 
 
 def test_an_upload_does_not_wait_for_copies_of_records() -> None:
-    records = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    records = torch.empty(2**29, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(2**29, dtype=torch.uint8, device=DEVICE)
     copies, copied = torch.cuda.Stream(), torch.cuda.Event()
     sent(np.arange(4096), DEVICE)
     torch.cuda.synchronize()
@@ -43,5 +43,8 @@ def test_an_upload_does_not_wait_for_copies_of_records() -> None:
         copied.record()
     found = sent(np.arange(2000), DEVICE)
     torch.cuda.current_stream().synchronize()
-    assert not copied.query(), "the records arrive at 55 GB/s at most, so in 19 ms"
+    assert not copied.query(), "the records arrive at 55 GB/s at most, so in 9 ms"
     assert torch.equal(found.cpu(), torch.arange(2000))
+    torch.cuda.synchronize()
+    del target
+    torch.cuda.reset_peak_memory_stats()  # of this process, which others compare with a plan

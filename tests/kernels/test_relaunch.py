@@ -21,11 +21,18 @@ def _stand_in(x, y, count, scale, SIZE: tl.constexpr, NAME: tl.constexpr):  # ty
 class Compiled:
     """A compiled kernel that writes down how it is launched."""
 
+    function, packed_metadata = 77, (1, 2)
+
     def __init__(self, log: list[Any]) -> None:
         self._log = log
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self._log.append(("again", grid, args))
+    def _init_handles(self) -> None:
+        """There is nothing to load."""
+
+    def run(self, *args: Any) -> None:
+        grid, launched, args = args[:3], args[3:9], args[9:]
+        assert launched == ("stream of 0", 77, (1, 2), None, None, None)
+        self._log.append(("again", grid, args))
 
 
 @pytest.fixture
@@ -41,7 +48,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return launch
 
     monkeypatch.setattr(JITFunction, "__getitem__", first)
-    active = SimpleNamespace(get_current_device=lambda: 0)
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream="stream of {}".format)
     monkeypatch.setattr(relaunch, "driver", SimpleNamespace(active=active))
     return found
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +19,7 @@ import torch
 
 from hotset.experts.arena import HostArena
 from hotset.experts.slots import SlotMemory
-from hotset.experts.transfer import sent
+from hotset.experts.transfer import copy_up, sent
 from hotset.kernels.gather import copy_records
 
 # Records of one launch from a buffer into slots.
@@ -153,27 +152,29 @@ class Ring:
         assert 0 < len(experts) <= self.room(record_bytes), (len(experts), self._buffer_bytes)
         index = self._idle[0]
         buffer, free, ready = self._buffers[index], self._free[index], self._ready[index]
-        if self._stream is None:
-            context: AbstractContextManager[object] = nullcontext()
-        else:
+        if self._stream is not None:
             assert free is not None
             self._stream.wait_event(free)
-            context = torch.cuda.stream(self._stream)
-        with context:
-            if self.timer is not None:
-                self.timer.begin(self._stream)
-            for start, end in _runs(experts):
-                source = self._arena.record(layer, experts[start], end - start)
-                target = buffer[start * record_bytes : end * record_bytes]
-                target.copy_(source, non_blocking=True)
-                self.copied_bytes += source.numel()
-            if self.timer is not None:
-                self.timer.end(self._stream, len(experts) * record_bytes)
-            if ready is not None:
-                ready.record(self._stream)
+        if self.timer is not None:
+            self.timer.begin(self._stream)
+        for start, end in _runs(experts):
+            source = self._arena.record(layer, experts[start], end - start)
+            self._copy(source, buffer[start * record_bytes : end * record_bytes])
+            self.copied_bytes += source.numel()
+        if self.timer is not None:
+            self.timer.end(self._stream, len(experts) * record_bytes)
+        if ready is not None:
+            ready.record(self._stream)
         # Last: if this was interrupted the buffer is still idle.
         self._idle.popleft()
         return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())
+
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        if self._device.type != "cuda":
+            target.copy_(source)
+            return
+        assert self._stream is not None
+        copy_up(source.data_ptr(), target.data_ptr(), source.numel(), self._stream)
 
     def wait(self, staged: Staged) -> None:
         """What the current stream runs from now on finds the records there."""

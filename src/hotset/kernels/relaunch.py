@@ -4,7 +4,8 @@ Triton binds names, looks at every argument and makes a key of all constants to 
 kernel, tens of microseconds of the host, and a prompt of a quantised model is bound by what the
 host launches. Here what may change between launches is looked at, as Triton does on NVIDIA's cards:
 where tensors lie, their dtypes, and of numbers that are specialised what Triton compiles for.
-Switches of Triton that are set behind a kernel's first launch do not reach it. Knows kernels by
+Switches of Triton that are set behind a kernel's first launch do not reach it, nor do hooks of
+Triton's own profiler. Knows kernels by
 their parameters only: tensors first, then numbers, then constants.
 """
 
@@ -20,6 +21,8 @@ from hotset.kernels.device import is_interpreted
 
 # What Triton's compiler takes as known of a pointer, or not.
 _ALIGNMENT = 16
+# Of a launch: its description, and who is called before and behind it.
+_NO_HOOKS = (None, None, None)
 
 
 class Relaunch:
@@ -67,13 +70,26 @@ class Relaunch:
         compiled = self._known.get(key)
         if compiled is not None:
             axes = (*grid, 1, 1)[:3]
-            compiled[axes](*tensors, *numbers, *self._last)
+            stream = driver.active.get_current_stream(key[0])
+            # What Triton tells hooks about a launch (none are set but a profiler's) takes the host
+            # as long as the launch.
+            compiled.run(
+                *axes,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                *_NO_HOOKS,
+                *tensors,
+                *numbers,
+                *self._last,
+            )
             return
         self._check(tensors, numbers)
         compiled = self._kernel[grid](*tensors, *numbers, **self._constants)
         if hasattr(compiled, "result"):  # who compiles beside the launches gets a promise
             compiled = compiled.result()
         if compiled is not None:  # it is where kernels are compiled only, for tests
+            compiled._init_handles()  # done by that launch, unless Triton finds another way
             self._known[key] = compiled
 
     def _find_specialised(self, num_numbers: int) -> list[int]:

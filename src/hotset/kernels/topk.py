@@ -11,12 +11,15 @@ graph can hold them.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.device import is_interpreted, round_to
+from hotset.kernels.relaunch import Relaunch
 
 # One program holds a row in registers, and takes k passes over it.
 MAX_COLUMNS = 1024
@@ -122,21 +125,27 @@ def launch_topk(
     shape = (*x.shape[:-1], k)
     values = torch.empty(shape, dtype=x.dtype if dtype is None else dtype, device=x.device)
     ids = torch.empty(shape, dtype=torch.int64, device=x.device)
-    columns = triton.next_power_of_2(x.shape[-1])
-    _topk_kernel[(x.numel() // x.shape[-1],)](
-        x,
-        values,
-        ids,
-        x.shape[-1],
-        K=k,
-        COLUMNS=columns,
-        SOFTMAX=softmax,
-        NORMALISE=normalise,
-        INTERPRET=is_interpreted(_topk_kernel),
-        num_warps=1 if columns <= _COLUMNS_OF_A_WARP else 4,
-        **dependent_launch(x.device),
-    )
+    num_columns = x.shape[-1]
+    run = _launches(num_columns, k, softmax=softmax, normalise=normalise, device=x.device)
+    run((x.numel() // num_columns,), (x, values, ids), (num_columns,))
     return values, ids
+
+
+@cache
+def _launches(
+    num_columns: int, k: int, *, softmax: bool, normalise: bool, device: torch.device
+) -> Relaunch:
+    columns = triton.next_power_of_2(num_columns)
+    constants = {
+        "K": k,
+        "COLUMNS": columns,
+        "SOFTMAX": softmax,
+        "NORMALISE": normalise,
+        "INTERPRET": is_interpreted(_topk_kernel),
+        "num_warps": 1 if columns <= _COLUMNS_OF_A_WARP else 4,
+        **dependent_launch(device),
+    }
+    return Relaunch(_topk_kernel, constants)
 
 
 @torch.library.custom_op("hotset::topk", mutates_args=())

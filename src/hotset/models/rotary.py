@@ -160,16 +160,21 @@ def _fused(function: Callable[..., Any], forms: Forms) -> Callable[..., Any]:
     """The function, with arguments that a form accepts in one launch a tensor."""
     names, signature = _tensor_names(function), inspect.signature(function)
     assert names is not None
+    own_heads_at = signature.parameters[_HEADS_AT].default
 
     @functools.wraps(function)
     def fused(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        tensors = [given.arguments[name] for name in names]
-        cos, sin = (given.arguments[name] for name in _ANGLES)
-        heads_at = given.arguments[_HEADS_AT]
+        if not kwargs and len(args) == len(names) + len(_ANGLES):
+            *tensors, cos, sin = args
+            heads_at = own_heads_at
+        else:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            tensors = [given.arguments[name] for name in names]
+            cos, sin = (given.arguments[name] for name in _ANGLES)
+            heads_at = given.arguments[_HEADS_AT]
         form = _form_of(tensors, cos, forms)
         if form is None or not all(accepts(x, cos, sin, form, heads_at=heads_at) for x in tensors):
             return function(*args, **kwargs)

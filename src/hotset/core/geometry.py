@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from hotset.core.formats import PLAIN, WeightFormat
 from hotset.core.record import RecordLayout
@@ -156,6 +157,11 @@ class ExpertSpec:
 
     def as_plain(self) -> ExpertSpec:
         """The same expert with plain weights: what a dequantised record looks like."""
+        return self._plain
+
+    @cached_property
+    def _plain(self) -> ExpertSpec:
+        # Asked for with every launch of a prompt.
         return self.in_format(PLAIN)
 
     @property

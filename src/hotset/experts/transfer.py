@@ -26,10 +26,14 @@ def sent(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy on the device, ordered on the current stream; the host need not wait for it."""
     if device.type != "cuda":
         return torch.from_numpy(np.array(array))  # a copy of its own, contiguous
-    dtype = torch.from_numpy(np.empty(0, dtype=array.dtype)).dtype
-    out = torch.empty(array.shape, dtype=dtype, device=device)
+    out = torch.empty(array.shape, dtype=_torch_dtype(array.dtype), device=device)
     send(array, out)
     return out
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=dtype)).dtype
 
 
 def send(array: NDArray[Any], out: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ WITHIN = 0.10
 # The commits whose rows are predicted; of a prompt that was measured at two, the rows of the later
 # one count.
 MEASURED_AT = ("b7d3087", "57cc1c8")
-# Tokens of a chunk and records of a buffer of the plans that ran: all but INT4 were told the chunks.
+# Tokens of a chunk and records of a buffer of the plans that ran; all but INT4 were told chunks.
 CHUNKS = {"plain": 32_768, "int4": 4096, "mxfp4": 8192, "fp8": 8192}
 BUFFERS = {"plain": 49, "int4": 49, "mxfp4": 49, "fp8": 34}
 # NVFP4 takes 1.28 times its prediction: the device makes weights of it more slowly than it moves

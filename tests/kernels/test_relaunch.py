@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from hotset.kernels import relaunch
-from hotset.kernels.relaunch import Relaunch
+from hotset.kernels.relaunch import Relaunch, row_stride
 
 
 def _stand_in(x, y, count, scale, SIZE: tl.constexpr, NAME: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -120,3 +120,19 @@ def test_arguments_that_do_not_fit_are_a_bug(log: list[Any]) -> None:
     with pytest.raises(AssertionError, match="_stand_in"):
         made()((1,), (x,), (5, 0.5))
     assert not log
+
+
+def test_a_number_that_is_too_wide_is_a_bug_behind_a_launch_of_its_kind_too(log: list[Any]) -> None:
+    """What was made for 32 bits would cut it off in silence."""
+    run, x = made(specialised=True), torch.zeros(64)
+    run((1,), (x, x), (16, 0.5))
+    with pytest.raises(AssertionError, match="count"):
+        run((1,), (x, x), (2**31, 0.5))
+    assert len(log) == 1
+
+
+def test_an_axis_of_one_row_has_no_stride() -> None:
+    """One prompt of 90,000 tokens of 128 heads of 192, and two rows of it."""
+    x = torch.empty(2, 90_000, 128, 192, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+    assert [row_stride(x[:1], axis) for axis in range(3)] == [0, 192, 128 * 192]
+    assert row_stride(x, 0) == x.stride(0) > 2**31

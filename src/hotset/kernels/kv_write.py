@@ -16,7 +16,7 @@ import triton.language as tl
 
 from hotset.kernels.dependent import dependent_launch, wait_for_previous
 from hotset.kernels.kv_fp8 import encode_rows
-from hotset.kernels.relaunch import Relaunch
+from hotset.kernels.relaunch import Relaunch, row_stride
 
 
 @triton.jit
@@ -132,10 +132,11 @@ def write_kv(
     dims = (num_heads, key_dim, value_dim)
     run = _writes(k_pool.shape[1], *dims, is_fp8=is_fp8, device=k_BTHD.device)
     powers = (k_pool, v_pool) if exponents is None else exponents
+    strides = [row_stride(x, axis) for x in (k_BTHD, v_BTHD) for axis in range(3)]
     run(
         (num_new, batch),
         (k_BTHD, v_BTHD, k_pool, v_pool, *powers, block_table_BN, lengths_B),
-        (*k_BTHD.stride()[:3], *v_BTHD.stride()[:3], block_table_BN.shape[1]),
+        (*strides, block_table_BN.shape[1]),
     )
 
 

@@ -5,8 +5,8 @@ kernel, tens of microseconds of the host, and a prompt of a quantised model is b
 host launches. Here what may change between launches is looked at, as Triton does on NVIDIA's cards:
 where tensors lie, their dtypes, and of numbers that are specialised what Triton compiles for.
 Switches of Triton that are set behind a kernel's first launch do not reach it, nor do hooks of
-Triton's own profiler. Knows kernels by
-their parameters only: tensors first, then numbers, then constants.
+Triton's own profiler. Knows kernels by their parameters only: tensors first, then numbers, then
+constants.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from hotset.kernels.device import is_interpreted
 
 # What Triton's compiler takes as known of a pointer, or not.
 _ALIGNMENT = 16
+# Whole numbers that a launcher made for 31 bits would cut off.
+_TOO_WIDE = 2**31
 # Of a launch: its description, and who is called before and behind it.
 _NO_HOOKS = (None, None, None)
 
@@ -65,7 +67,8 @@ class Relaunch:
         if self._specialised is None:
             self._specialised = self._find_specialised(len(numbers))
         places = [tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors]
-        kinds = [(numbers[i] == 1, numbers[i] % _ALIGNMENT == 0) for i in self._specialised]
+        some = [numbers[place] for place in self._specialised]
+        kinds = [(n == 1, n % _ALIGNMENT == 0, abs(n) < _TOO_WIDE) for n in some]
         key = (driver.active.get_current_device(), *places, *(t.dtype for t in tensors), *kinds)
         compiled = self._known.get(key)
         if compiled is not None:
@@ -99,4 +102,10 @@ class Relaunch:
     def _check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         assert len(tensors) + len(numbers) == len(self._given), self._kernel.fn.__name__
         for param, number in zip(self._given[len(tensors) :], numbers, strict=True):
-            assert abs(number) < 2**31, (param.name, number)
+            assert abs(number) < _TOO_WIDE, (param.name, number)
+
+
+def row_stride(x: torch.Tensor, axis: int) -> int:
+    """Elements from one row of an axis to the next; 0 where there is one row, which has none: what
+    a tensor says then may be too wide for a kernel, as of the batch of one long prompt."""
+    return x.stride(axis) if x.shape[axis] > 1 else 0

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from hotset.kernels.device import is_interpreted, round_to
-from hotset.kernels.relaunch import Relaunch
+from hotset.kernels.relaunch import Relaunch, row_stride
 
 # Elements of a program: 32 a thread with four warps.
 _TILE = 4096
@@ -227,8 +227,8 @@ def rotate(
     groups, tokens, run = _launches(num_heads, dim, form.rotary_dim(cos.shape[2]), form)
     cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
     order = (0, 3 - heads_at, heads_at)
-    strides = [tensor.stride(axis) for tensor in (x, y) for axis in order]
-    strides += [angle.stride(axis) for angle in (cos, sin) for axis in (0, 1)]
+    strides = [row_stride(tensor, axis) for tensor in (x, y) for axis in order]
+    strides += [row_stride(angle, axis) for angle in (cos, sin) for axis in (0, 1)]
     grid = (triton.cdiv(num_tokens, tokens) * groups, batch)
     run(grid, (x, y, cos, sin), (num_tokens, *strides))
     return y

@@ -15,6 +15,7 @@ from hotset.experts import ring
 from hotset.experts.ring import Staged
 from hotset.experts.slots import POISON
 from hotset.experts.store import ExpertStore
+from hotset.experts.transfer import PLACE_BYTES
 from hotset.kernels.copy_kernel import launch_copy
 from hotset.kernels.gather import copy_records
 from kernels.support import DEVICE
@@ -74,17 +75,25 @@ def test_each_record_is_in_its_slot(
     num: int,
     launches: int,
 ) -> None:
-    seen = []
+    seen, uploads = [], []
 
     def watched(sources_N: torch.Tensor, targets_N: torch.Tensor, nbytes: int) -> None:
         seen.append((sources_N.data_ptr() % 16, targets_N.data_ptr() % 16))
         copy(sources_N, targets_N, nbytes)
 
+    send = ring.sent
+
+    def sent(array: Any, device: torch.device) -> torch.Tensor:
+        uploads.append(array.nbytes)
+        return send(array, device)
+
     monkeypatch.setattr(ring, "copy_records", watched)
+    monkeypatch.setattr(ring, "sent", sent)
     experts, where = pairs_of(num)
     store.ring.copy_to_slots(staged, experts, store.slots, where)
     assert wrong_slots(store, experts, where) == []
     assert seen == [(0, 0)] * launches, "aligned alike, so that one program serves any number"
+    assert len(uploads) == launches and all(nbytes <= PLACE_BYTES for nbytes in uploads)
 
 
 @BOTH

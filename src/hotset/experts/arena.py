@@ -21,6 +21,7 @@ from hotset.core.errors import CapacityError, HardwareError
 from hotset.core.geometry import MoELayer
 from hotset.core.record import align_up
 from hotset.core.units import format_bytes
+from hotset.experts.transfer import cuda_driver
 
 _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
@@ -158,9 +159,8 @@ def _register(address: int, size: int) -> int:
 
 
 def _device_pointer(address: int) -> int:
-    driver = ctypes.CDLL("libcuda.so.1")
     pointer = ctypes.c_uint64()
-    code = driver.cuMemHostGetDevicePointer_v2(
+    code = cuda_driver().cuMemHostGetDevicePointer_v2(
         ctypes.byref(pointer), ctypes.c_void_p(address), ctypes.c_uint(0)
     )
     if code != 0:

@@ -3,14 +3,15 @@
 A ring buffer is a temporary slot: kernels get its addresses and run as for any other. Copies from
 the arena use the copy engine, neighbouring records in one copy (single copies of 1.5 MiB reach
 50.1 GB/s where long ones reach 55.3), on a stream of their own, so that groups cross the link
-while others are computed on. What goes on from a buffer into slots goes in one launch, on the
-current stream. Which group comes when is its callers' business.
+while others are computed on. What goes on from a buffer into slots goes in one launch, on another
+stream of its own. Which group comes when is its callers' business.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,10 +158,11 @@ class Ring:
             self._stream.wait_event(free)
         if self.timer is not None:
             self.timer.begin(self._stream)
-        for start, end in _runs(experts):
-            source = self._arena.record(layer, experts[start], end - start)
-            self._copy(source, buffer[start * record_bytes : end * record_bytes])
-            self.copied_bytes += source.numel()
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for start, end in _runs(experts):
+                source = self._arena.record(layer, experts[start], end - start)
+                self._copy(source, buffer[start * record_bytes : end * record_bytes])
+                self.copied_bytes += source.numel()
         if self.timer is not None:
             self.timer.end(self._stream, len(experts) * record_bytes)
         if ready is not None:
@@ -170,6 +172,7 @@ class Ring:
         return Staged(layer, tuple(experts), index, record_bytes, buffer.data_ptr())
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert source.numel() == target.numel(), (source.shape, target.shape)
         if self._device.type != "cuda":
             target.copy_(source)
             return
@@ -189,7 +192,8 @@ class Ring:
             free.record(torch.cuda.current_stream(self._device))
 
     def release(self, staged: Staged) -> None:
-        """The buffer is idle again once nothing reads it any more; see `computed`.
+        """The buffer is idle again once nothing reads it any more: whoever has read it has called
+        `computed`.
 
         Its own copies may still be on their way, as when nobody wants them any more: the next ones
         come behind them on their stream.
@@ -230,6 +234,7 @@ class Ring:
     def _copy_to_slots(
         self, staged: Staged, experts: Sequence[int], slots: SlotMemory, where: Sequence[int]
     ) -> None:
+        assert set(experts) <= set(staged.experts), (experts, staged.experts)
         places = np.searchsorted(staged.experts, experts)
         targets = slots.addresses(np.array(where, dtype=np.int64))
         for first in range(0, len(places), _LAUNCHED):

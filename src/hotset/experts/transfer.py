@@ -1,5 +1,5 @@
-"""Small things between host and device, neither waiting longer than it must. Knows arrays, not
-meanings."""
+"""Bytes between host and device, neither waiting longer than it must: small arrays either way, and
+copies by the driver. Knows arrays and addresses, not meanings."""
 
 from __future__ import annotations
 
@@ -38,11 +38,13 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 def send(array: NDArray[Any], out: torch.Tensor) -> None:
     """`sent` into a contiguous tensor of the array's shape and dtype."""
-    array = np.ascontiguousarray(array)
-    assert array.shape == out.shape and array.itemsize == out.itemsize and out.is_contiguous()
+    array = np.asarray(array, order="C")
+    assert array.shape == out.shape and out.is_contiguous(), (array.shape, out.shape)
+    assert _torch_dtype(array.dtype) == out.dtype, (array.dtype, out.dtype)
+    whole_words = array.nbytes % 4 == 0 and out.data_ptr() % 4 == 0
     if out.device.type != "cuda":
         out.copy_(torch.from_numpy(array))
-    elif 0 < array.nbytes <= PLACE_BYTES and array.nbytes % 4 == 0:
+    elif 0 < array.nbytes <= PLACE_BYTES and whole_words:
         from hotset.kernels.upload import launch_upload
 
         with uploads(out.device).place(array) as where:
@@ -59,12 +61,12 @@ def copy_up(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream)
     each takes the host several times as long.
 
     Args:
-        source, target: addresses, on the host and on the device of the stream.
+        source, target: addresses, on the host and on the device of the stream, the current one.
 
     Raises:
         HardwareError: the driver refuses.
     """
-    code = _driver().cuMemcpyHtoDAsync_v2(target, source, num_bytes, stream.cuda_stream)
+    code = cuda_driver().cuMemcpyHtoDAsync_v2(target, source, num_bytes, stream.cuda_stream)
     if code != 0:
         raise HardwareError(
             f"the driver refuses to copy {format_bytes(num_bytes)} to the device (error {code})",
@@ -73,7 +75,8 @@ def copy_up(source: int, target: int, num_bytes: int, stream: torch.cuda.Stream)
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def cuda_driver() -> ctypes.CDLL:
+    """Of the current context: what torch does not offer."""
     driver = ctypes.CDLL("libcuda.so.1")
     driver.cuMemcpyHtoDAsync_v2.argtypes = [
         ctypes.c_uint64,
@@ -87,11 +90,15 @@ def _driver() -> ctypes.CDLL:
 class Uploads:
     """Page-locked memory from which kernels take what the host gives them (`kernels.upload`).
 
+    All of a device's threads take places in turn, so who runs far ahead of the device lets others
+    wait with him.
+
     Args:
         device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._memory = torch.empty(_NUM_PLACES, PLACE_BYTES, dtype=torch.uint8, pin_memory=True)
         self._host = self._memory.numpy()
         places = np.arange(_NUM_PLACES, dtype=np.int64) * PLACE_BYTES + self._memory.data_ptr()
@@ -102,7 +109,7 @@ class Uploads:
     @contextmanager
     def place(self, array: NDArray[Any]) -> Iterator[tuple[torch.Tensor, int]]:
         """Puts an array where kernels can read it that are launched within the block, on the
-        current stream.
+        device's current stream.
 
         Args:
             array: contiguous, of at most `PLACE_BYTES`.
@@ -110,18 +117,26 @@ class Uploads:
         Yields:
             Addresses of all places, int64 [N] on the device, and which of them it is.
         """
-        with self._lock:
+        with self._lock, torch.cuda.device(self._device):
             index, self._next = self._next, (self._next + 1) % _NUM_PLACES
             self._read[index].synchronize()  # at once, if it was never used
             self._host[index, : array.nbytes] = array.reshape(-1).view(np.uint8)
-            yield self._places_N, index
-            self._read[index].record()
+            try:
+                yield self._places_N, index
+            finally:  # it may have been launched, whatever happened since
+                self._read[index].record()
 
 
-@cache
+_UPLOADS: dict[torch.device, Uploads] = {}
+_MAKES_UPLOADS = threading.Lock()
+
+
 def uploads(device: torch.device) -> Uploads:
-    """Those of a device."""
-    return Uploads(device)
+    """Those of a device: made once, since kernels still read the memory of what is dropped."""
+    with _MAKES_UPLOADS:
+        if device not in _UPLOADS:
+            _UPLOADS[device] = Uploads(device)
+        return _UPLOADS[device]
 
 
 class Downloads:

@@ -19,7 +19,9 @@ WORD_BYTES = 4
 _WORDS_OF_A_PROGRAM = 512
 
 
-@triton.jit(do_not_specialize=["index", "num_words"])
+# Where rows of the table and parts of tensors begin is not worth a compilation, which would come in
+# the middle of a prompt.
+@triton.jit(do_not_specialize=["index", "num_words"], do_not_specialize_on_alignment=["out"])
 def _upload_kernel(places_N, out, index, num_words, WORDS: tl.constexpr):
     source = tl.load(places_N + index).to(tl.pointer_type(tl.int32))
     word = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
@@ -41,7 +43,10 @@ def launch_upload(places_N: torch.Tensor, index: int, out: torch.Tensor) -> None
     _uploads()(grid, (places_N, words), (index, num_words))
 
 
-@triton.jit(do_not_specialize=["index", "first", "stop", "num_experts"])
+@triton.jit(
+    do_not_specialize=["index", "first", "stop", "num_experts"],
+    do_not_specialize_on_alignment=["row_E"],
+)
 def _choose_kernel(places_N, row_E, out_E, index, first, stop, num_experts, EXPERTS: tl.constexpr):
     source = tl.load(places_N + index).to(tl.pointer_type(tl.int64))
     expert = tl.arange(0, EXPERTS)

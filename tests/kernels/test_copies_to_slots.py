@@ -6,6 +6,7 @@ On a CPU the device's kernel runs in Triton's interpreter, on a GPU it is what r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch

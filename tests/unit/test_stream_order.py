@@ -92,6 +92,14 @@ class Watch(ReferenceKernels):
             send(layer)
 
         monkeypatch.setattr(store.table, "send", sends)
+        fill = ring.fill
+
+        def fills(*args: Any) -> None:
+            if not all(map(self.main.is_behind, self._to_slots)):
+                self.wrong.append("slots are filled again before earlier copies have ended")
+            fill(*args)
+
+        monkeypatch.setattr(ring, "fill", fills)
         self._ring, self._fails_at = ring, 0
         self._written: dict[int, Operation] = {}
         self._readers: dict[int, list[Operation]] = defaultdict(list)
@@ -200,7 +208,10 @@ def test_buffers_are_read_and_copied_over_in_order(monkeypatch: pytest.MonkeyPat
             "free",
             ["is copied over", "filled before their readers", "is read before it is there"],
         ),
-        ("in slots", ["given away before they are filled"]),
+        (
+            "in slots",
+            ["given away before they are filled", "filled again before earlier copies have ended"],
+        ),
     ],
 )
 def test_the_control_without_an_event_it_shows(
@@ -209,6 +220,22 @@ def test_the_control_without_an_event_it_shows(
     wrong = run_prompts(monkeypatch, broken).wrong
     assert wrong and all(any(words in one for words in said) for one in wrong)
     assert all(any(words in one for one in wrong) for words in said)
+
+
+@pytest.mark.parametrize(("broken", "num_wrong"), [("", 0), ("in slots", 1)])
+def test_slots_are_restored_behind_copies_that_an_error_left_on_their_way(
+    broken: str, num_wrong: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make_store(layers(NUM_EXPERTS), 3, staging_records=6)
+    store.place(resident(store, {0: [0, 1, 2]}))
+    watch = Watch(store, monkeypatch, broken)
+    staged = store.ring.stage(0, [4, 7], record_bytes=store.layers[0].expert.record_bytes)
+    store.ring.wait(staged)
+    store.ring.computed(staged)
+    store.tee(staged, [(7, 1)])
+    store.ring.release(staged)
+    store.restore()
+    assert len(watch.wrong) == num_wrong and store.audit() == []
 
 
 @pytest.mark.parametrize(("num_tokens", "is_behind"), [(0, False), (1, True), (5, True)])

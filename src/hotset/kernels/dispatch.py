@@ -201,9 +201,7 @@ class ReferenceKernels:
         counts_N: torch.Tensor | None = None,
     ) -> None:
         check_plain_records(address_N, spec, out_ND, counts_N)
-        if counts_N is not None:
-            address_N = address_N * (counts_N > 0)
-        reference.dequantise_records(address_N, spec, out_ND)
+        reference.dequantise_records(address_N, spec, out_ND, counts_N)
 
     def match(
         self, ids_TK: torch.Tensor, layer: LayerMatch, *, grouping: Grouping | None = None

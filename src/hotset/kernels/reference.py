@@ -126,9 +126,16 @@ def expert_outputs(
     return out
 
 
-def dequantise_records(address_N: torch.Tensor, spec: ExpertSpec, out_ND: torch.Tensor) -> None:
+def dequantise_records(
+    address_N: torch.Tensor,
+    spec: ExpertSpec,
+    out_ND: torch.Tensor,
+    counts_N: torch.Tensor | None = None,
+) -> None:
     """Records as plain ones; see `dispatch.Kernels.dequantise_records`."""
     plain = spec.as_plain()
+    if counts_N is not None:
+        address_N = address_N * (counts_N > 0)
     for address, row in zip(address_N.tolist(), out_ND, strict=True):
         if address:
             fields = record_fields(read_record(address, spec.record_bytes, row.device), spec)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -155,12 +156,19 @@ def test_cancels_and_bad_bodies_leave_nothing_behind(pocket: Pocket) -> None:
 
 
 def assert_all_ended(pocket: Pocket, before: dict[FinishReason, int], outcomes: Outcomes) -> None:
-    """Every request has its end, at the client and in the scheduler, and none failed."""
+    """Every request has its end, at the client and in the scheduler, and none failed.
+
+    The scheduler's is awaited: a server learns a little later that a client has left.
+    """
     assert outcomes.num_requests == sum(outcomes.counts.values())
     assert outcomes.counts["broken"] == 0, outcomes
     assert min(outcomes.counts[kind] for kind in ("finished", "left", "refused")) > 10
+    deadline = time.monotonic() + 10
     counts = pocket.served.loop.scheduler.counts()
-    assert (counts.num_running, counts.num_waiting, counts.num_blocks_used) == (0, 0, 0)
+    while (counts.num_running, counts.num_waiting, counts.num_blocks_used) != (0, 0, 0):
+        assert time.monotonic() < deadline, counts
+        time.sleep(0.01)
+        counts = pocket.served.loop.scheduler.counts()
     assert counts.num_finished.get(FinishReason.FAILED, 0) == before.get(FinishReason.FAILED, 0)
     assert httpx2.get(f"{pocket.url}/health").status_code == 200
 

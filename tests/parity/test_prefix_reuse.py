@@ -89,6 +89,35 @@ def test_short_chunks_are_reused_bit_for_bit(family: Family, chunk: int, num_who
     assert torch.equal(again, expected)
 
 
+def test_a_chunk_is_reused_as_one_forward_made_it(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other texts with the same first block of 32 ran before: their block is not part of it, as the
+    experts of those forwards had other tokens beside it. The control: names of single blocks."""
+    texts = [text(100, seed=seed) for seed in range(3, 9)]
+    with make_engine(family, reuse=False, exact=True) as engine:
+        want, _ = ask(engine, *texts)
+
+    def found() -> list[torch.Tensor]:
+        """Logits of each text behind another that begins alike, and its own first chunk."""
+        with make_engine(family, exact=True) as engine:
+            return [logits_behind(engine, ids) for ids in texts]
+
+    def logits_behind(engine: Engine, ids: list[int]) -> torch.Tensor:
+        other = [*ids[:32], *text(40, seed=ids[0])]
+        (*_, again), num_reused = ask(engine, other, ids[: CHUNK + 1], ids)
+        assert num_reused == CHUNK
+        return again
+
+    assert all(map(torch.equal, found(), want))
+
+    def chain(self: PrefixIndex, ids: list[int]) -> list[bytes]:
+        return [bytes(str(ids[:end]), "ascii") for end in range(32, len(ids) + 1, 32)]
+
+    monkeypatch.setattr(PrefixIndex, "_chain", chain)
+    assert not all(map(torch.equal, found(), want))
+
+
 @pytest.mark.parametrize(("length", "num_reused"), [(64, 32), (65, 64), (66, 64), (97, 96)])
 def test_the_same_prompt_again(family: Family, length: int, num_reused: int) -> None:
     """CC-13: of 65 and 97 tokens one is left to take in, and of 64 a block: never none."""

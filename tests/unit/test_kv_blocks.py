@@ -88,6 +88,17 @@ def test_prefixes_are_reused_in_whole_grains() -> None:
     assert pool.prefixes.find(list(range(8))) == [], "one token of it must be left"
 
 
+def test_a_grain_is_found_as_it_was_computed() -> None:
+    """Not put together from blocks of texts that only begin alike: low bits of those differ."""
+    pool = make_pool(grain=2 * BLOCK)
+    assert pool.prefixes is not None
+    other = take_in(pool, [0, 1, 2, 3, 20, 21, 22, 23, 24])
+    own = take_in(pool, list(range(9)))
+    assert other is not None and own is not None
+    assert pool.prefixes.find(list(range(20))) == blocks_of(pool, own)[:2]
+    assert pool.prefixes.find([0, 1, 2, 3, 20, 21, 22, 23, 9]) == blocks_of(pool, other)[:2]
+
+
 def test_what_is_kept_gives_way_oldest_first() -> None:
     pool = make_pool(full_tokens=24)  # 6 blocks
     assert pool.prefixes is not None

@@ -85,8 +85,10 @@ class BlockAllocator:
 
 
 class PrefixIndex:
-    """Blocks by the tokens in them and all before: a name is the hash of a block's ids and of the
-    name before it.
+    """Blocks by the tokens of their grain and all before: a name is the hash of a grain's ids and
+    of the name before it, and the block's place in the grain. So what is found of a grain was
+    computed with all of its tokens, in one row's forwards or in others with the same tokens: a
+    block of another text, though it began alike, had other tokens beside it and has other low bits.
 
     Args:
         allocator: of blocks of full attention.
@@ -120,8 +122,10 @@ class PrefixIndex:
         return num_tokens // self._grain_tokens * self._grain_tokens // self._block_tokens
 
     def _chain(self, ids: Sequence[int]) -> Iterator[bytes]:
-        size, name = self._block_tokens, b""
+        """Names of the blocks of all whole grains."""
+        size, name = self._grain_tokens, b""
         for end in range(size, len(ids) + 1, size):
             part = np.asarray(ids[end - size : end], dtype=np.int64).tobytes()
             name = blake2b(name + part, digest_size=_NAME_BYTES).digest()
-            yield name
+            for place in range(size // self._block_tokens):
+                yield name + place.to_bytes(4)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from plan_fakes import cpu, geometry, gpu
 
-from hotset.core.geometry import ModelGeometry
+from hotset.core.geometry import AttentionLayer, ModelGeometry
 from hotset.core.hardware import Machine
 from hotset.core.planner import PlanRequest, make_plan
 from hotset.core.units import GIB, MIB
@@ -29,7 +29,7 @@ def models(draw: st.DrawFn) -> ModelGeometry:
         resident_bytes=draw(st.integers(0, 30 * MIB)),
         kv_bytes_per_token=draw(st.sampled_from([0, 64, 5000])),
         kv_fixed_bytes=draw(st.sampled_from([0, 70_000])),
-        max_context=draw(st.sampled_from([0, 300, 4096, 40_960])),
+        max_context=draw(st.sampled_from([0, 100, 300, 4096, 40_960])),
         activation_bytes_per_token=draw(st.sampled_from([0, 999, 20_000])),
         activation_bytes_per_pair=draw(st.sampled_from([0, 3, 200])),
     )
@@ -65,6 +65,20 @@ def test_a_plan_that_fits_keeps_its_budgets(
     assert 1 <= plan.prefill_chunk <= plan.context_tokens
     assert model.max_context == 0 or plan.context_tokens <= model.max_context
     assert plan.num_slots == 0 or machine.device == "cuda" or request.vram_bytes is not None
+
+
+@few
+@given(models(), machines, requests, st.integers(2, 9000), st.integers(1, 3))
+def test_a_set_cache_is_what_is_planned(
+    model: ModelGeometry, machine: Machine, request: PlanRequest, kv_tokens: int, rows: int
+) -> None:
+    """A context that is not set keeps to it, however short it is."""
+    kv_tokens = max(kv_tokens, request.context_tokens or 0)
+    model = replace(model, attention=(AttentionLayer("a", 0, 4, 4, 16, 16, None),))
+    plan = make_plan(model, machine, replace(request, kv_tokens=kv_tokens, max_batch=rows))
+    assert plan.kv_tokens == kv_tokens and plan.context_tokens <= kv_tokens
+    longest = max(model.max_context, request.context_tokens or 0)
+    assert model.max_context == 0 or plan.context_tokens <= longest
 
 
 @few

@@ -247,7 +247,8 @@ class _Shares:
     def _rounded(self, tokens: int) -> int:
         if tokens >= self.longest:
             return self.longest
-        return max(1, tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS
+        # The longest may itself be shorter than a step.
+        return min(self.longest, max(1, tokens // CONTEXT_STEP_TOKENS) * CONTEXT_STEP_TOKENS)
 
     def _chunk(self, sizes: Sizes, share: int) -> int:
         least = min(CHUNK_FLOOR_TOKENS, sizes.context_tokens)

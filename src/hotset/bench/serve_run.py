@@ -23,10 +23,11 @@ from hotset.core.errors import HardwareError
 from hotset.core.request import SamplingParams
 from hotset.models.seam import experts_modules
 from hotset.runtime.engine import Engine
+from hotset.runtime.parts import Parts
 from hotset.runtime.prefill import BetweenLayers, run_together
 from hotset.runtime.requests import Event, Request
 from hotset.runtime.routing import Traffic
-from hotset.runtime.scheduler import Parts, Scheduler
+from hotset.runtime.scheduler import Scheduler
 from hotset.runtime.sequences import Sequence
 
 # A random model that takes the most likely token soon says one for ever; drawn ones vary.

@@ -45,6 +45,7 @@ from hotset.runtime.fills import FillPlanner
 from hotset.runtime.known_rates import described, staging_rule
 from hotset.runtime.memory import room_for_step
 from hotset.runtime.moe import make_runners
+from hotset.runtime.parts import Parts
 from hotset.runtime.planning import logits_chunk, plan_engine
 from hotset.runtime.policies import initial_residents
 from hotset.runtime.prefill import BetweenLayers, run_together
@@ -54,7 +55,7 @@ from hotset.runtime.requests import Request, TokenOut, check_ids
 from hotset.runtime.routing import RoutingLog, Traffic
 from hotset.runtime.rows import make_rows
 from hotset.runtime.sampling import Sampler
-from hotset.runtime.scheduler import Parts, Scheduler
+from hotset.runtime.scheduler import Scheduler
 from hotset.runtime.sequences import Sequence
 from hotset.runtime.steps import Steps
 from hotset.runtime.tee import Tee

@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-
-import torch
 
 from hotset.core.closing import Closing
 from hotset.core.errors import FatalError, HotsetError, RequestError
@@ -25,44 +24,12 @@ from hotset.runtime.degenerate import RepeatedToken
 from hotset.runtime.faults import explain_failure, forget_frames
 from hotset.runtime.intake import Answer, Intake
 from hotset.runtime.pace import Pace
+from hotset.runtime.parts import Parts
 from hotset.runtime.prompt_share import PromptShare
 from hotset.runtime.requests import Counts, Event, Request
-from hotset.runtime.rows import Rows
-from hotset.runtime.sampling import Draw, Sampler
-from hotset.runtime.sequences import Sequence
-from hotset.runtime.steps import Steps
+from hotset.runtime.sampling import Draw
 
 logger = logging.getLogger(__name__)
-
-# (sequence, the ids that it takes in, called between layers) -> logits of the last id, [V]
-TakeIn = Callable[[Sequence, list[int], Callable[[], None] | None], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a scheduler runs.
-
-    Attributes:
-        rows: sequences and their decode steps.
-        steps: the books, and the lock of the engine.
-        sampler: of these rows.
-        take_in: runs a prompt, within `Steps.exclusive`.
-        room: called with the tokens of a step: within it, memory that runs out is explained.
-        device: of the model.
-        vocab: ids are below it.
-        context_tokens: longest prompt and answer together.
-        prefill_share: see `PromptShare`.
-    """
-
-    rows: Rows
-    steps: Steps
-    sampler: Sampler
-    take_in: TakeIn
-    room: Callable[[int], AbstractContextManager[None]]
-    device: torch.device
-    vocab: int
-    context_tokens: int
-    prefill_share: float
 
 
 class _CancelledError(Exception):
@@ -202,10 +169,13 @@ class Scheduler(Closing):
             self._count_prompt_time()  # a short prompt's, and what is behind a long one's pieces
         answer.num_prefix = num_shared
         self._count(num_prompt_tokens=len(answer.ids), num_prefix_tokens=num_shared)
-        self._put(parts, answer, draw)
-        if self._intake.is_open(answer):
-            parts.rows.join(sequence, draw.token, answer.most - 1)
-            answer.joined, self._running[sequence.row] = True, answer
+        try:
+            self._put(parts, answer, draw)
+            if self._intake.is_open(answer):
+                parts.rows.join(sequence, draw.token, answer.most - 1)
+                answer.joined, self._running[sequence.row] = True, answer
+        except BaseException as error:  # noqa: BLE001 - whatever it is, a request ends by it
+            self._fail(parts, [answer], error)
 
     def _between_layers(self, parts: Parts, answer: Answer) -> Callable[[], None]:
         """Serves the running answers while a prompt runs, by its share; ends the prompt with an
@@ -294,10 +264,18 @@ class Scheduler(Closing):
             return []
 
     def _put_all(self, parts: Parts, drawn: list[tuple[int, Draw]]) -> None:
-        for row, draw in drawn:
-            # A row may have ended by the draw before, with this one queued behind it.
-            if row in self._running:
-                self._put(parts, self._running[row], draw)
+        left = deque(drawn)
+        try:
+            while left:
+                row, draw = left[0]
+                # A row may have ended by the draw before, with this one queued behind it.
+                if row in self._running:
+                    self._put(parts, self._running[row], draw)
+                left.popleft()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, requests end by it
+            # The model has taken these tokens in, and nobody was told.
+            lost = [self._running[row] for row, _ in left if row in self._running]
+            self._fail(parts, lost, error)
 
     def _put(self, parts: Parts, answer: Answer, draw: Draw) -> None:
         """One more token of an answer, which may be its last."""

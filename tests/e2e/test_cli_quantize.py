@@ -22,6 +22,7 @@ from hotset.cli.main import main
 from hotset.cli.quantize import FORMATS
 from hotset.runtime.verify import check_records, check_stock
 from hotset.runtime.weights import CheckpointWeights
+from quantised import DIALECTS, quantise_folder
 from tiny import tiny_config
 
 # Largest distance of a value from the nearest of its format, relative to its group's largest: half
@@ -177,6 +178,27 @@ def test_what_cannot_be_quantised_is_refused(
     small = make_family("qwen3_moe", tmp_path / "small")
     code, _, err = run(capsys, "quantize", small.folder, "-o", tmp_path / "third")
     assert code == 1 and "needs a multiple of 32" in err
+
+
+def test_quantised_weights_besides_the_experts_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would be copied under a config that does not speak of them."""
+    blocks = DIALECTS["fp8 blocks"]
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    packed, output = tmp_path / "packed", tmp_path / "new"
+    quantise_folder(
+        plain.folder,
+        packed,
+        lambda name: blocks if name.endswith("layers.1.self_attn.k_proj.weight") else None,
+        config=blocks.config,
+    )
+    CheckpointWeights(str(packed), dtype="float32")  # is one that loads
+    code, _, err = run(capsys, "quantize", packed, "-o", output)
+    assert code == 1
+    assert "weights besides the experts (1) are quantised already" in err
+    assert "`model.layers.1.self_attn.k_proj.weight`" in err and "BF16 checkpoint" in err
+    assert not output.exists()
 
 
 def test_an_interrupted_one_leaves_nothing(

@@ -84,14 +84,15 @@ def shrink(
         progress: told (bytes written, bytes to write).
 
     Raises:
-        CheckpointError: its experts are quantised already, or not of a form or shape that the
-            target can hold.
+        CheckpointError: its experts or other weights are quantised already, or experts not of a
+            form or shape that the target can hold.
         ConfigError: the output is not empty, or cannot be made.
         CapacityError: the disk has no room.
     """
     with ShardReader(keep_file_cache=True) as reader:
         index = CheckpointIndex.read(folder)
         experts = list(_expert_pieces(keys, target, reader))
+        _require_plain_others(keys)
         pieces = [*(piece for piece, _ in experts), *_other_pieces(index, keys, reader)]
         total = sum(piece.nbytes for piece in pieces)
         _make_room(output, total)
@@ -161,6 +162,21 @@ def _require_plain(pieces: list[ExpertPiece]) -> None:
     if packed is not None:
         raise CheckpointError(
             f"`{packed.name}` in `{packed.file}` is quantised already",
+            hint="quantise the BF16 checkpoint that it was made from",
+        )
+
+
+def _require_plain_others(keys: KeyMap) -> None:
+    """Others would be copied as they are, under a config that no longer says how they are packed.
+    Those that are not loaded count as well: whoever reads the files looks at all of them."""
+    others = [tensor.entry for tensor in keys.core]
+    others += [entry for entry, _ in (*keys.ignored, *keys.unexpected)]
+    packed = [entry for entry in others if isinstance(entry, PackedEntry)]
+    if packed:
+        raise CheckpointError(
+            f"weights besides the experts ({len(packed)}) are quantised already, such as "
+            f"`{packed[0].name}` in `{packed[0].file}` ({packed[0].format.label}); the new config "
+            "can say of experts only how they are packed",
             hint="quantise the BF16 checkpoint that it was made from",
         )
 

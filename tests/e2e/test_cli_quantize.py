@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +221,68 @@ def test_an_interrupted_one_leaves_nothing(
     assert list(output.iterdir()) == []
     code, _, _ = run(capsys, "quantize", plain.folder, "-o", output)
     assert code == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_one_that_is_told_to_end_leaves_nothing(
+    number: signal.Signals,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after Ctrl-C, however often it is told."""
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    output = tmp_path / "new"
+    outside: list[int] = []
+
+    def note(received: int, _: object) -> None:
+        outside.append(received)
+
+    def tell(*_: object) -> None:
+        assert list(output.glob("*.safetensors")), "shards are written by now"
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)
+
+    before = signal.signal(number, note)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("hotset.checkpoint.shrink._copy_texts", tell)
+            code, _, err = run(capsys, "quantize", plain.folder, "-o", output)
+        assert code == 128 + number and err.endswith(f"error: ended by {number.name}\n")
+        assert list(output.iterdir()) == []
+        assert signal.getsignal(number) is note and not outside
+        assert run(capsys, "quantize", plain.folder, "-o", output)[0] == 0
+    finally:
+        signal.signal(number, before)
+
+
+def test_signals_are_left_alone_under_nohup_and_in_other_threads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def hang_up(*_: object) -> None:
+        signal.raise_signal(signal.SIGHUP)
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("hotset.checkpoint.shrink._copy_texts", hang_up)
+            code, _, _ = run(capsys, "quantize", plain.folder, "-o", tmp_path / "new")
+        assert code == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    codes: list[int] = []
+    thread = threading.Thread(
+        target=lambda: codes.append(
+            run(capsys, "quantize", plain.folder, "-o", tmp_path / "other")[0]
+        )
+    )
+    thread.start()
+    thread.join()
+    assert codes == [0]
 
 
 def test_a_folder_that_takes_no_files_is_refused(

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -50,7 +55,7 @@ def quantize(
 
     folder = resolve_model(model, revision)
     keys = read_keys(folder, build_meta(read_config(folder)))
-    with loading_bar("quantising experts") as moved:
+    with _ended_by_signals(), loading_bar("quantising experts") as moved:
         shrunk = shrink(folder, keys, TARGETS[format_], output, progress=moved)
     if as_json:
         typer.echo(json.dumps({"output": str(output), "format": format_, **asdict(shrunk)}))
@@ -61,3 +66,40 @@ def quantize(
         f"{format_bytes(shrunk.source_bytes)}"
     )
     typer.echo(CALIBRATED, err=True)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that it takes away what it has written.
+
+    One that is ignored stays so, as under `nohup`. Outside the main thread, where Python sets no
+    signals, all stay as they are.
+
+    Raises:
+        SystemExit: with 128 + the signal, as a shell gives for it.
+    """
+    ended: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not ended:  # another one must not break off the clearing up
+            ended.append(number)
+            raise SystemExit(128 + number)
+
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: was for number, was in before.items() if was not in (signal.SIG_IGN, None)}
+    try:
+        for number in before:
+            signal.signal(number, end)
+        yield
+    except BaseException:
+        if not ended:
+            raise
+        # Whatever came of it: after SIGHUP the terminal takes no words, of the bar's neither.
+        with suppress(OSError):
+            typer.echo(f"error: ended by {signal.Signals(ended[0]).name}", err=True)
+        raise SystemExit(128 + ended[0]) from None
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)

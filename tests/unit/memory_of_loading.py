@@ -36,8 +36,11 @@ def anonymous_bytes() -> int:
     return int(match.group(1)) * 1024
 
 
-def peak_growth(action: Callable[[], None]) -> int:
-    """Most that anonymous memory grows while `action` runs, sampled every millisecond."""
+def peak_growth(action: Callable[[], object]) -> int:
+    """Most that anonymous memory grows while `action` runs, sampled every millisecond.
+
+    What it returns is held for one last sample: on a busy machine the others may come too early.
+    """
     before = peak = anonymous_bytes()
     stop = threading.Event()
 
@@ -50,8 +53,9 @@ def peak_growth(action: Callable[[], None]) -> int:
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        action()
+        held = action()
         peak = max(peak, anonymous_bytes())
+        del held
     finally:
         stop.set()
         sampler.join()
@@ -89,7 +93,7 @@ def main(folder: Path) -> None:
     record_elements = 3 * HIDDEN * INTERMEDIATE
     num_records = NUM_LAYERS * NUM_EXPERTS
 
-    def stream() -> None:
+    def stream() -> torch.Tensor:
         arena = torch.empty(num_records, record_elements)
 
         def destination(layer: int, expert: int) -> dict[str, torch.Tensor]:
@@ -102,11 +106,13 @@ def main(folder: Path) -> None:
             }
 
         load_experts(key_map, destination=destination)
+        return arena
 
-    def read_all_then_copy() -> None:
+    def read_all_then_copy() -> list[torch.Tensor]:
         arena = torch.empty(num_records * record_elements)
         tensors = [t.clone() for file in index.files for t in load_file(file).values()]
         torch.cat([tensor.view(-1) for tensor in tensors], out=arena)
+        return [arena, *tensors]
 
     print(
         json.dumps(

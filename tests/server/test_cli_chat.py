@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -74,12 +74,22 @@ class Terminal:
 
     def wait_for(self, text: str) -> str:
         """What came up to and with `text`; later calls begin behind it."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while text not in self._seen:
-            left = deadline - time.monotonic()
-            assert left > 0 and self._read(left), f"no {text!r} in {self._seen!r}"
+        self._wait(lambda seen: text in seen, repr(text))
         before, _, self._seen = self._seen.partition(text)
         return before + text
+
+    def wait_for_words(self, number: int, *, behind: str) -> None:
+        """Until there are so many behind the last `behind`; later calls see them all again."""
+        self._wait(
+            lambda seen: behind in seen and len(seen.rpartition(behind)[2].split()) >= number,
+            f"{number} words behind {behind!r}",
+        )
+
+    def _wait(self, come: Callable[[str], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not come(self._seen):
+            left = deadline - time.monotonic()
+            assert left > 0 and self._read(left), f"no {what} in {self._seen!r}"
 
     def _read(self, seconds: float) -> bool:
         if not select.select([self._ours], [], [], seconds)[0]:
@@ -244,7 +254,7 @@ def test_a_model_that_is_loaded_here_stops_within_a_token() -> None:
         answers = []
         for _ in range(2):
             screen.type(f"Go on{ENTER}")
-            time.sleep(1.5)
+            screen.wait_for_words(4, behind="Go on")
             screen.process.send_signal(signal.SIGINT)
             answers.append(screen.wait_for("[stopped").rpartition("Go on")[2].split())
             screen.type(f"/new{ENTER}")

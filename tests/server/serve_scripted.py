@@ -1,16 +1,17 @@
 """A server process with a scripted scheduler: `python serve_scripted.py FOLDER [option]...`.
 
-Prints its URL. The tokenizer is that of the folder; a prompt is answered by 200 slow tokens, and
-with `hang` the step after the third token never ends. `port=N` sets the port. With `forks` each
-line on stdin starts a server in a process of its own, once the one before has gone.
+Prints its URL. The tokenizer is that of the folder; a prompt is answered by 200 tokens, which
+come slowly until SIGUSR1, and with `hang` the step after the third token never ends. `port=N` sets
+the port. With `forks` each line on stdin starts a server in a process of its own, once the one
+before has gone.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from clients import served_by
@@ -23,14 +24,22 @@ from hotset.server.config import ServerConfig
 from hotset.server.run import serve
 from tiny import tiny_config
 
+# Longer than a test waits for an exit: one that comes in time is not draining's.
+DRAIN_SECONDS = 120.0
+
 
 class Slow(ScriptedScheduler):
-    """A token takes 5 ms, and perhaps one takes for ever."""
+    """A token takes half a second, so that an answer takes longer than any test, until `hurry`;
+    and perhaps one takes for ever."""
 
     hangs = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.hurry = threading.Event()
+
     def step(self, early: object = None) -> list[Event]:
-        time.sleep(0.005)
+        self.hurry.wait(0.5)
         if self.hangs and any(row.num_done == 3 for row in self.rows.values()):
             threading.Event().wait()
         return super().step()
@@ -38,7 +47,7 @@ class Slow(ScriptedScheduler):
 
 def main(folder: str, options: list[str]) -> None:
     ports = [int(option.removeprefix("port=")) for option in options if option.startswith("port=")]
-    config = ServerConfig(port=ports[0] if ports else 0)
+    config = ServerConfig(port=ports[0] if ports else 0, drain_seconds=DRAIN_SECONDS)
     if "forks" not in options:
         answer(folder, config, hangs="hang" in options)
         return
@@ -53,6 +62,7 @@ def answer(folder: str, config: ServerConfig, *, hangs: bool) -> None:
     text = Text(Path(folder), tiny_config("qwen3_moe"))
     scheduler = Slow(lambda request: [70] * 200)
     scheduler.hangs = hangs
+    signal.signal(signal.SIGUSR1, lambda *_: scheduler.hurry.set())
     with bind(config) as bound:
         serve(served_by(scheduler, text), config, bound, ready=lambda url: print(url, flush=True))
 

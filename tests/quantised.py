@@ -86,7 +86,8 @@ def compressed_int4(*, size: int = 16, zeros: bool = False, ordered: bool = Fals
         return group, matrix
 
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": size}
-    return Dialect(_compressed("pack-quantized", {**weights, "symmetric": not zeros}), make)
+    weights |= {"symmetric": not zeros, "actorder": "group" if ordered else None}
+    return Dialect(_compressed("pack-quantized", weights), make)
 
 
 def gptq(*, version: int = 1, sym: bool = True, size: int = 16, ordered: bool = False) -> Dialect:

@@ -28,6 +28,12 @@ MAX_HEADER_BYTES = 100_000_000
 
 _MIXED_HINT = "index and shards must come from the same checkpoint; download them together"
 
+# What a damaged header raises: numbers beyond all integers and nesting beyond all depth among it.
+_NOT_A_HEADER = (
+    *(ValueError, KeyError, TypeError, AttributeError),
+    *(OverflowError, RecursionError),
+)
+
 # safetensors name -> (name used everywhere here, bits of one element)
 _DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 64),
@@ -204,7 +210,7 @@ def parse_header(file: Path, text: bytes, *, data_start: int) -> list[TensorEntr
                 )
             entries.append(entry)
             position += entry.nbytes
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except _NOT_A_HEADER as error:
         raise CheckpointError(
             f"`{file}` is damaged: its header is not understood", hint=AGAIN_HINT
         ) from error
@@ -245,13 +251,20 @@ def _read_weight_map(folder: Path) -> dict[str, str]:
 
 def _listed_shards(folder: Path, weight_map: dict[str, str]) -> list[Path]:
     files = [folder / shard for shard in sorted(set(weight_map.values()))]
-    missing = [f"`{file.name}`" for file in files if not file.exists()]
+    missing = [f"`{file.name[:100]}`" for file in files if not _exists(file)]
     if missing:
         raise CheckpointError(
             f"`{folder}` lacks {len(missing)} of its {len(files)} shards: {some(missing)}",
             hint="download the missing files",
         )
     return files
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # no file can have this name
+        return False
 
 
 def _found_shards(folder: Path) -> list[Path]:

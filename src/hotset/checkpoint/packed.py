@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,11 +211,24 @@ def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype
         CheckpointError: as `read_packed`.
     """
     if len(entry.shape) == 2:
-        return entry.format.dequantise(read_packed(reader, entry)).to(dtype)
+        tensors = read_packed(reader, entry)
+        with naming(entry):
+            return entry.format.dequantise(tensors).to(dtype)
     made = torch.empty(entry.shape, dtype=dtype)
     for expert in range(entry.shape[0]):
         made[expert] = one_of_all(entry, read_packed(reader, entry, expert=expert))
     return made
+
+
+@contextmanager
+def naming(entry: PackedEntry) -> Iterator[None]:
+    """Says of an error within where the values are from: a format sees values alone."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"`{entry.name}` in `{entry.file}`: {error.message}", hint=error.hint
+        ) from error
 
 
 def one_of_all(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:

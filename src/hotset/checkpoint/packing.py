@@ -22,6 +22,7 @@ from hotset.checkpoint.packed import (
     PackedEntry,
     check_scales,
     is_single,
+    naming,
     numbers_of,
     read_packed,
 )
@@ -273,13 +274,8 @@ def half(field: torch.Tensor, job: Job, piece: ExpertPiece) -> torch.Tensor:
 
 
 def _companions(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> Fields:
-    try:
+    with naming(entry):
         return entry.format.companions(tensors)
-    except CheckpointError as error:
-        # A format sees values, not where they are from.
-        raise CheckpointError(
-            f"`{entry.name}` in `{entry.file}`: {error.message}", hint=error.hint
-        ) from error
 
 
 def _column_order(reader: ShardReader, entry: PackedEntry) -> torch.Tensor:

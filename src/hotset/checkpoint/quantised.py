@@ -72,7 +72,20 @@ def declared_quantisation(folder: Path) -> Declared | None:
             "hotset does not read",
             hint=f"it reads {', '.join(METHODS)}; see the guide on formats",
         )
+    if found is not None and _transforms(found.values):
+        raise CheckpointError(
+            f"`{found.path}` has a `transform_config`: weights are multiplied with rotated inputs, "
+            "which hotset does not do",
+            hint="use a checkpoint without rotations (QuIP, SpinQuant)",
+        )
     return found
+
+
+def _transforms(values: Mapping[str, Any]) -> bool:
+    """Whether compressed-tensors is asked to rotate inputs while the model runs."""
+    transform = values.get("transform_config")
+    groups = transform.get("config_groups") if isinstance(transform, dict) else transform
+    return bool(groups)
 
 
 def _declarations(folder: Path) -> Iterator[Declared]:

@@ -29,7 +29,7 @@ from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.reader import ShardReader
-from hotset.checkpoint.rtn import Target, quantise
+from hotset.checkpoint.rtn import MXFP4_CONFIG, Target, quantise, quantise_checked
 from hotset.checkpoint.writer import Output, Piece, write_shards
 from hotset.core.errors import CapacityError, CheckpointError, ConfigError
 from hotset.core.units import MIB, format_bytes
@@ -37,16 +37,6 @@ from hotset.core.units import MIB, format_bytes
 # Small files that go along; weights in other formats do not.
 _TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _COPY_BYTES = 16 * MIB
-# `quantization_config` of gpt-oss, as published.
-MXFP4_CONFIG: dict[str, Any] = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
 
 
 @dataclass(frozen=True)
@@ -85,7 +75,7 @@ def shrink(
 
     Raises:
         CheckpointError: its experts or other weights are quantised already, or experts not of a
-            form or shape that the target can hold.
+            form or shape that the target can hold, or so small or large that they would not load.
         ConfigError: the output is not empty, or cannot be made.
         CapacityError: the disk has no room.
     """
@@ -206,7 +196,8 @@ def _fused(pieces: list[ExpertPiece], target: Target, reader: ShardReader) -> Pi
     def make() -> Iterator[torch.Tensor]:
         kept = torch.empty(scales, dtype=torch.uint8)
         for expert in range(num_experts):
-            made = quantise(_read(reader, piece, expert=expert)[0].T, target.name)
+            weight = _read(reader, piece, expert=expert)[0].T
+            made = quantise_checked(weight, target, f"{entry.name}[{expert}]", entry.file)
             kept[expert] = made["weight_scale"]
             yield made["weight_packed"]
         yield kept
@@ -282,7 +273,7 @@ def _quantised(
     )
 
     def make() -> Iterator[torch.Tensor]:
-        yield from (tensor.contiguous() for tensor in quantise(read(), target.name).values())
+        yield from quantise_checked(read(), target, name, entry.file).values()
 
     return Piece(outputs, make)
 

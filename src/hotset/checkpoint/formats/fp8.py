@@ -39,6 +39,7 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 _ACTIVATIONS = ("input_scale", "activation_scale", "qscale_act")
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 
+_MOST_BLOCK = 2**31
 _DEFAULT_BLOCK = (128, 128)
 _MX_BLOCK = (1, 32)
 
@@ -176,5 +177,12 @@ def _declared_blocks(declared: Declared | None) -> Iterator[tuple[int, int]]:
     sizes = [declared.values.get("weight_block_size")]
     sizes += [weights.get("block_structure") for weights in declared.weight_groups]
     for size in sizes:
-        if isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) for n in size):
-            yield size[0], size[1]
+        if not isinstance(size, list):
+            continue
+        if len(size) != 2 or not all(isinstance(n, int) and 0 < n < _MOST_BLOCK for n in size):
+            raise CheckpointError(
+                f"`{declared.path}` says blocks of {size}, expected rows and columns from 1 to "
+                f"{_MOST_BLOCK - 1}",
+                hint="fetch the `config.json` that belongs to these files",
+            )
+        yield size[0], size[1]

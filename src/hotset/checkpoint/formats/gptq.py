@@ -23,12 +23,21 @@ from hotset.checkpoint.formats.base import (
     declared_group,
     expect,
     group_size,
+    located,
 )
 from hotset.checkpoint.formats.bits import bytes_of_nibbles, nibbles_of_words
-from hotset.checkpoint.formats.int4 import SCALE_DTYPES, SYMMETRIC_ZERO, column_order
+from hotset.checkpoint.formats.int4 import (
+    SCALE_DTYPES,
+    SYMMETRIC_ZERO,
+    checked_groups,
+    column_order,
+)
 from hotset.checkpoint.quantised import Declared
 from hotset.core.errors import CheckpointError
 from hotset.core.formats import WeightFormat, int4
+
+# By `checkpoint_format`: what to add to a stored zero point.
+_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 
 
 @dataclass(frozen=True)
@@ -75,10 +84,15 @@ class Gptq(MatrixFormat):
         size = group_size(
             scales, columns=columns, groups=groups, declared=[] if stated is None else [stated]
         )
-        second = "v2" in str(declared.values.get("checkpoint_format") or "")
         symmetric = declared.flag("sym", default=True)
-        ordered = "g_idx" in group and declared.flag("desc_act", default=False)
-        return cls((rows, columns), size, scales.dtype, symmetric, 0 if second else 1, ordered)
+        ordered = declared.flag("desc_act", default=False)
+        if ordered and "g_idx" not in group:
+            raise CheckpointError(
+                f"{located(codes)} has no `g_idx`, and `{declared.path}` says `desc_act` true",
+                hint="the tensor is missing: download the checkpoint again",
+            )
+        offset = _zero_offset(declared, symmetric=symmetric)
+        return cls((rows, columns), size, scales.dtype, symmetric, offset, ordered)
 
     @classmethod
     def declared_weights(cls, declared: Declared) -> WeightFormat | None:
@@ -155,8 +169,25 @@ class Gptq(MatrixFormat):
     def group_of_column(self, tensors: Tensors) -> torch.Tensor:
         """[K] int64."""
         if "g_idx" in tensors:
-            return tensors["g_idx"].long()
+            return checked_groups(tensors["g_idx"], -(-self.shape[1] // self.size))
         return torch.arange(self.shape[1]) // self.size
+
+
+def _zero_offset(declared: Declared, *, symmetric: bool) -> int:
+    """What to add to a stored zero point.
+
+    Raises:
+        CheckpointError: neither version is named, and the zero points do not tell which it is.
+    """
+    names = (declared.values.get(key) for key in ("checkpoint_format", "format"))
+    said = str(next((name for name in names if name), "gptq"))
+    if said.lower() not in _OFFSETS and not symmetric:
+        raise CheckpointError(
+            f"`{declared.path}` says `{said}`, which does not tell what stored zero points mean; "
+            f"hotset reads {' and '.join(_OFFSETS)}",
+            hint="name the one in `checkpoint_format` that the weights were written as",
+        )
+    return _OFFSETS.get(said.lower(), 1)
 
 
 def require_four_bits(declared: Declared) -> None:

@@ -71,6 +71,7 @@ class Int4(MatrixFormat):
         expect(scales, (rows, None), SCALE_DTYPES)
         weights = declared.weight_groups if declared else ()
         _refuse_other_widths(codes, weights)
+        _require_companions(group, [values for values in weights if values.get("num_bits") == 4])
         groups = scales.shape[1]
         if "weight_zero_point" in group:
             expect(group["weight_zero_point"], (-(-rows // 8), groups), ("int32",))
@@ -142,9 +143,24 @@ class Int4(MatrixFormat):
         """[K] int64."""
         sequential = torch.arange(self.shape[1]) // self.size
         # The library's own writer leaves -1 where nothing was reordered.
-        if not self.ordered or bool((tensors["weight_g_idx"] < 0).any()):
+        if not self.ordered or bool((tensors["weight_g_idx"] == -1).all()):
             return sequential
-        return tensors["weight_g_idx"].long()
+        return checked_groups(tensors["weight_g_idx"], -(-self.shape[1] // self.size))
+
+
+def checked_groups(group_K: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Groups of columns as the file has them, [K] int64.
+
+    Raises:
+        CheckpointError: one that has no scale.
+    """
+    low, high = int(group_K.min()), int(group_K.max())
+    if low < 0 or high >= num_groups:
+        raise CheckpointError(
+            f"`g_idx` names groups {low} to {high}, and there are {num_groups}",
+            hint="the file is damaged: download it again",
+        )
+    return group_K.long()
 
 
 def column_order(group_K: torch.Tensor, size: int) -> torch.Tensor:
@@ -180,10 +196,32 @@ def check_shape(tensors: Tensors, shape: tuple[int, ...]) -> None:
         )
 
 
+def _require_companions(group: Group, weights: list[Mapping[str, object]]) -> None:
+    """Requires what all of the config's groups of 4 bits say that there is: without it, zero points
+    would be taken for 8, and columns for those of their place.
+
+    Raises:
+        CheckpointError: it is missing.
+    """
+    asymmetric = [values.get("symmetric") is False for values in weights]
+    ordered = [values.get("actorder") in ("group", "dynamic") for values in weights]
+    needed = {
+        "weight_zero_point": ("`symmetric` false", asymmetric),
+        "weight_g_idx": ("`actorder` group", ordered),
+    }
+    for suffix, (words, said) in needed.items():
+        if said and all(said) and suffix not in group:
+            raise CheckpointError(
+                f"{located(group['weight_packed'])} has no `{suffix}`, and `quantization_config` "
+                f"says {words}",
+                hint="the tensor is missing: download the checkpoint again",
+            )
+
+
 def _refuse_other_widths(codes: TensorEntry, weights: tuple[Mapping[str, object], ...]) -> None:
-    widths = {values.get("num_bits") for values in weights}
+    widths = [values.get("num_bits") for values in weights]  # of any type, in a damaged config
     if widths and 4 not in widths:
-        bits = " and ".join(str(width) for width in sorted(widths, key=str))
+        bits = " and ".join(sorted({repr(width) for width in widths}))
         raise CheckpointError(
             f"{located(codes)} is packed with {bits} bits a value, hotset reads 4",
             hint="use a W4A16 or an FP8 checkpoint of this model",

@@ -106,8 +106,8 @@ def _has_eight_bits(codes: TensorEntry, scales: TensorEntry, declared: Declared 
     """Whether words hold four codes and not eight: by the widths that a config speaks of and, of
     several, by the one whose groups are as many as the scales."""
     weights = declared.weight_groups if declared else ()
-    widths = {values.get("num_bits") for values in weights}
-    if widths <= {8}:
+    widths = [values.get("num_bits") for values in weights]  # of any type, in a damaged config
+    if all(width == 8 for width in widths):
         return bool(widths)
     num_groups = scales.shape[-1]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from families import Family, make_family, text
@@ -312,3 +312,60 @@ def test_int4_is_what_compressed_tensors_writes(shared: Path) -> None:
         ours = quantise(pocket[f"{name}.{projection}.weight"], "int4")
         for suffix, tensor in ours.items():
             assert torch.equal(tensor, theirs[f"{name}.{projection}.{suffix}"]), suffix
+
+
+@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("factor", [1e-33, 1e-36, 1e6])
+def test_weights_that_would_not_load_are_refused(
+    target: str, factor: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the loader refuses their scales, or because these overflow."""
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    scale_expert(plain.folder, factor)
+    output = tmp_path / "new"
+    code, _, err = run(capsys, "quantize", plain.folder, "--format", target, "-o", output)
+    assert code == 1
+    assert "`model.layers.1.mlp.experts.2." in err and f"cannot be written in {target}" in err
+    assert "7.89e-31 to " in err and "at most 16384" in err  # 2^-100, 2^14
+    assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", FORMATS)
+def test_an_expert_of_zeros_is_written_and_loads(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_family("qwen3_moe", tmp_path / "plain", config=config_of("qwen3_moe"))
+    scale_expert(plain.folder, 0)
+    output = tmp_path / "new"
+    assert run(capsys, "quantize", plain.folder, "--format", target, "-o", output)[0] == 0
+    packed = Family(output, CheckpointWeights(str(output), dtype="float32"))
+    with packed.engine() as engine:
+        assert check_records(engine, packed.source).ok
+
+
+def test_one_expert_of_gpt_oss_that_would_not_load_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_family("gpt_oss", tmp_path / "plain", config=config_of("gpt_oss"))
+    scale_expert(plain.folder, 1e-33)
+    output = tmp_path / "new"
+    code, _, err = run(capsys, "quantize", plain.folder, "--format", "mxfp4", "-o", output)
+    assert code == 1 and "`model.layers.1.mlp.experts.down_proj[2]`" in err
+    assert list(output.iterdir()) == []
+
+
+def scale_expert(folder: Path, factor: float) -> None:
+    """Multiplies the matrices of expert 2 of layer 1, in one tensor with others or not."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    found = 0
+    for name, tensor in tensors.items():
+        if "layers.1." in name and "bias" not in name:
+            if "experts.2." in name:
+                tensor.mul_(factor)
+                found += 1
+            elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensor[2].mul_(factor)
+                found += 1
+    assert found
+    save_file(tensors, file, metadata={"format": "pt"})

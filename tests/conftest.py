@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,20 @@ else:
 # What is started in the background by some shells ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The same examples in every run, and no limit that a busy machine exceeds: what fails, fails again.
+# Not everywhere that some of the tests run it is installed.
+if find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "repeated",
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("repeated")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -93,9 +93,9 @@ class Scripted:
         return not self.scheduler.rows
 
     def ended(self) -> None:
-        """Waits until every request has ended."""
-        deadline = time.monotonic() + 10
-        while self.scheduler.rows:
+        """Waits until every request has ended, and the server's loop knows of it."""
+        deadline = time.monotonic() + 30
+        while self.scheduler.rows or self.served.loop.num_open:
             assert time.monotonic() < deadline, "a request has no end"
             time.sleep(0.005)
 

@@ -38,9 +38,9 @@ _FUSED = re.compile(r"(.+_proj)_(blocks|scales|scale_inv|activation_scale)")
 _CODE_DTYPES = ("float8_e4m3fn",)
 
 # No single weight that a scale allows is larger.
-_MOST_SINGLE = 2.0**14
+MOST_SINGLE = 2.0**14
 # An E8M0 scale that was converted by value instead of by bits is 2^-127.
-_LEAST_TYPICAL = 2.0**-100
+LEAST_TYPICAL = 2.0**-100
 
 # Powers of two, which have no sign.
 _UNSIGNED = (torch.uint8, torch.float8_e8m0fnu)
@@ -259,8 +259,8 @@ def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
     }
     typical, most = first.format.largest({**singles, name: scales}).numpy().T
     limit = first.format.most_typical
-    is_large = ~((typical <= limit) & (most <= _MOST_SINGLE))
-    is_small = (typical > 0) & (typical < _LEAST_TYPICAL)
+    is_large = ~((typical <= limit) & (most <= MOST_SINGLE))
+    is_small = (typical > 0) & (typical < LEAST_TYPICAL)
     is_wrong = is_large | is_small
     if not is_wrong.any():
         return
@@ -270,7 +270,7 @@ def check_scales(matrices: Sequence[tuple[PackedEntry, Memories]]) -> None:
         raise CheckpointError(
             f"by `{part.name}` in `{part.file}` weights are as large as {typical[index]:.3g} "
             f"(typical) and {most[index]:.3g} (any), expected at most {limit:.0f} and "
-            f"{_MOST_SINGLE:.0f}",
+            f"{MOST_SINGLE:.0f}",
             hint="its scales look inverted; was the checkpoint written for another program?",
         )
     raise CheckpointError(

@@ -24,8 +24,8 @@ from hotset.checkpoint.formats.bits import (
 )
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry
 from hotset.checkpoint.packed import (
-    _LEAST_TYPICAL,
-    _MOST_SINGLE,
+    LEAST_TYPICAL,
+    MOST_SINGLE,
     PackedEntry,
     check_scales,
     fold,
@@ -159,7 +159,7 @@ def quantise_checked(
     raise CheckpointError(
         f"`{name}` of `{file}` cannot be written in {target.name}: the largest weights of its rows "
         f"are {largest.median():.3g} (typical) and {largest.max():.3g} (any), expected "
-        f"{_LEAST_TYPICAL:.3g} to {entry.format.most_typical:.0f} and at most {_MOST_SINGLE:.0f}",
+        f"{LEAST_TYPICAL:.3g} to {entry.format.most_typical:.0f} and at most {MOST_SINGLE:.0f}",
         hint="no training leaves such weights: download the checkpoint again, or use it as it is",
     ) from cause
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,6 +25,8 @@ from hotset.server.served import Served
 from hotset.server.state import Cells, Figures
 from vocabulary import BYTE_VOCAB, byte_ids
 
+# What a busy machine may need for anything that takes no time by itself.
+WAIT_SECONDS = 30.0
 NAME = "scripted"
 END_ID = 1
 
@@ -45,6 +47,13 @@ TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, "it never comes"
+        time.sleep(0.005)
 
 
 class NoState:
@@ -94,10 +103,7 @@ class Scripted:
 
     def ended(self) -> None:
         """Waits until every request has ended, and the server's loop knows of it."""
-        deadline = time.monotonic() + 30
-        while self.scheduler.rows or self.served.loop.num_open:
-            assert time.monotonic() < deadline, "a request has no end"
-            time.sleep(0.005)
+        wait_until(lambda: not (self.scheduler.rows or self.served.loop.num_open))
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(

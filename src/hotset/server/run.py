@@ -55,6 +55,7 @@ class Process(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._aio: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
+        self.hangs = False  # the thread was waited for, and goes on
         app = create_app(served, config, on_death=self._died)
         super().__init__(
             uvicorn.Config(
@@ -110,7 +111,7 @@ class Process(uvicorn.Server):
                 break
             await asyncio.sleep(_TICK_SECONDS)
         # Those that are left are told; then their connections can close.
-        await asyncio.to_thread(loop.end_thread, _LAST_STEP_SECONDS)
+        self.hangs = not await asyncio.to_thread(loop.end_thread, _LAST_STEP_SECONDS)
         loop.fail_open()
         self.should_exit = True
 
@@ -139,13 +140,14 @@ def serve(
         SystemExit: not every request was answered to its end.
     """
 
-    async def run() -> int:
+    async def run() -> Process:
         process = Process(served, config, ready=ready)
         await process.serve(sockets=[bound])
-        return process.exit_code
+        return process
 
-    exit_code = asyncio.run(run())
-    if not served.loop.end_thread(_LAST_STEP_SECONDS):
+    process = asyncio.run(run())
+    exit_code = process.exit_code
+    if not served.loop.end_thread(0.0 if process.hangs else _LAST_STEP_SECONDS):
         # Memory is the step's that hangs: nothing can be given back before the process ends.
         logger.critical("the engine hangs in a step; exiting without it")
         logging.shutdown()

@@ -99,7 +99,7 @@ class PrefixIndex:
     def __init__(self, allocator: BlockAllocator, *, block_tokens: int, grain_tokens: int) -> None:
         assert grain_tokens > 0 and grain_tokens % block_tokens == 0
         self._allocator = allocator
-        self._block_tokens, self._grain_tokens = block_tokens, grain_tokens
+        self._grain_tokens, self._grain_blocks = grain_tokens, grain_tokens // block_tokens
 
     def find(self, ids: Sequence[int]) -> list[int]:
         """Blocks of the longest known prefix. At least one id is left over: its logits are what a
@@ -110,16 +110,12 @@ class PrefixIndex:
             if block is None:
                 break
             blocks.append(block)
-        return blocks[: self._whole_blocks(len(blocks) * self._block_tokens)]
+        return blocks[: len(blocks) // self._grain_blocks * self._grain_blocks]
 
     def keep(self, ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Names the full blocks of a row, of its first tokens in order; whole grains only."""
-        count = self._whole_blocks(len(ids))
-        for block, name in zip(blocks[:count], self._chain(ids), strict=False):
+        for block, name in zip(blocks, self._chain(ids), strict=False):
             self._allocator.name(block, name)
-
-    def _whole_blocks(self, num_tokens: int) -> int:
-        return num_tokens // self._grain_tokens * self._grain_tokens // self._block_tokens
 
     def _chain(self, ids: Sequence[int]) -> Iterator[bytes]:
         """Names of the blocks of all whole grains."""
@@ -127,5 +123,5 @@ class PrefixIndex:
         for end in range(size, len(ids) + 1, size):
             part = np.asarray(ids[end - size : end], dtype=np.int64).tobytes()
             name = blake2b(name + part, digest_size=_NAME_BYTES).digest()
-            for place in range(size // self._block_tokens):
+            for place in range(self._grain_blocks):
                 yield name + place.to_bytes(4)

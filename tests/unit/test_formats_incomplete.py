@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_formats import DIALECTS, make, save
+from test_formats import make, save
 
 from hotset.checkpoint.index import CheckpointIndex
 from hotset.checkpoint.quantised import declared_quantisation
 from hotset.core.errors import CheckpointError
-from quantised import compressed_int4, fp8, gptq
+from quantised import DIALECTS, compressed_int4, fp8, gptq
 
 
 def four_bits(**values: object) -> dict[str, Any]:

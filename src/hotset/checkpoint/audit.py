@@ -20,7 +20,7 @@ from safetensors import safe_open
 
 from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
-from hotset.checkpoint.packed import PackedEntry
+from hotset.checkpoint.packed import PackedEntry, dequantised
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.record_formats import is_ordered
 from hotset.core.geometry import ExpertSpec
@@ -102,10 +102,8 @@ def _expected(mine: list[ExpertPiece], expert: int, files: _Files) -> torch.Tens
         entry = piece.entry
         index = expert if piece.expert is None else None
         if isinstance(entry, PackedEntry):
-            values = entry.format.dequantise(files.read_parts(entry, index))
-            if index is not None:
-                values = (values.T if entry.format.is_transposed else values)[None]
-            tensors[piece.part] = values
+            matrix = dequantised(entry, files.read_parts(entry, index))
+            tensors[piece.part] = matrix if index is None else matrix[None]
         else:
             tensors[piece.part] = files.read(entry.file, entry.name, index)
     if first.converter is None:

@@ -22,7 +22,7 @@ from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.jobs import Job, Kind, Source, sources_of
 from hotset.checkpoint.lossless import pack_lossless
 from hotset.checkpoint.mapping import ExpertPiece
-from hotset.checkpoint.packed import PackedEntry, one_of_all, read_packed
+from hotset.checkpoint.packed import PackedEntry, dequantised, read_packed
 from hotset.checkpoint.packing import Matrix, Packing
 from hotset.checkpoint.params import as_in_module
 from hotset.checkpoint.reader import Range, ShardReader, memory_of
@@ -173,7 +173,8 @@ class Filling:
         entry, fused = piece.entry, piece.expert is None
         if isinstance(entry, PackedEntry):
             tensors = read_packed(self._reader, entry, expert=expert if fused else None)
-            return one_of_all(entry, tensors)[None] if fused else entry.format.dequantise(tensors)
+            matrix = dequantised(entry, tensors)
+            return matrix[None] if fused else matrix
         (source,) = sources_of(piece, expert)
         read = torch.empty(source.shape, dtype=source.dtype)
         self._reader.read_checked(entry, source.offset, read)

@@ -29,10 +29,7 @@ MAX_HEADER_BYTES = 100_000_000
 _MIXED_HINT = "index and shards must come from the same checkpoint; download them together"
 
 # What a damaged header raises: numbers beyond all integers and nesting beyond all depth among it.
-_NOT_A_HEADER = (
-    *(ValueError, KeyError, TypeError, AttributeError),
-    *(OverflowError, RecursionError),
-)
+_NOT_A_HEADER = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 # safetensors name -> (name used everywhere here, bits of one element)
 _DTYPES: dict[str, tuple[str, int]] = {

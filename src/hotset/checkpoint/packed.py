@@ -211,12 +211,10 @@ def dequantise_entry(reader: ShardReader, entry: PackedEntry, dtype: torch.dtype
         CheckpointError: as `read_packed`.
     """
     if len(entry.shape) == 2:
-        tensors = read_packed(reader, entry)
-        with naming(entry):
-            return entry.format.dequantise(tensors).to(dtype)
+        return dequantised(entry, read_packed(reader, entry)).to(dtype)
     made = torch.empty(entry.shape, dtype=dtype)
     for expert in range(entry.shape[0]):
-        made[expert] = one_of_all(entry, read_packed(reader, entry, expert=expert))
+        made[expert] = dequantised(entry, read_packed(reader, entry, expert=expert))
     return made
 
 
@@ -231,9 +229,11 @@ def naming(entry: PackedEntry) -> Iterator[None]:
         ) from error
 
 
-def one_of_all(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """One expert's matrix of a tensor of all experts, dequantised, in the order of its shape."""
-    matrix = entry.format.dequantise(tensors)
+def dequantised(entry: PackedEntry, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The matrix of these tensors in FP32, its sides as in the shape of what it stands for: all of
+    an entry, or one expert of a tensor of all experts."""
+    with naming(entry):
+        matrix = entry.format.dequantise(tensors)
     return matrix.T if entry.format.is_transposed else matrix
 
 

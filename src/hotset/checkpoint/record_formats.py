@@ -52,9 +52,10 @@ def _of_pieces(pieces: list[ExpertPiece]) -> WeightFormat:
 def _keeps_rows(piece: ExpertPiece) -> bool:
     """Whether rows of codes are rows of the record, in whatever order."""
     if piece.expert is None:
-        lies = isinstance(piece.entry, PackedEntry) and piece.entry.format.is_transposed
+        turned = isinstance(piece.entry, PackedEntry) and piece.entry.format.is_transposed
         # Codes of a transposed parameter are rows of the record only where the format turns them.
-        return piece.converter is None and lies == piece.param.transposed and _splits_evenly(piece)
+        in_rows = turned == piece.param.transposed
+        return piece.converter is None and in_rows and _splits_evenly(piece)
     plain = not piece.param.transposed and not piece.param.interleaved
     return plain and piece.converter is not None and stacks_rows(piece.converter)
 

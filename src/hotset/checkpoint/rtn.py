@@ -2,18 +2,16 @@
 
 Scales come from the largest magnitude of each group and every value goes to the nearest code. No
 data is looked at: quantisation that is calibrated on data loses less. Plain torch, one matrix at a
-time; knows nothing of experts, and of files only how a matrix that is read back is judged.
+time; knows nothing of files or experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hotset.checkpoint.finite import is_finite
 from hotset.checkpoint.formats.bits import (
     E2M1_MAX,
     E2M1_VALUES,
@@ -22,16 +20,6 @@ from hotset.checkpoint.formats.bits import (
     e8m0,
     words_of_nibbles,
 )
-from hotset.checkpoint.index import CheckpointIndex, TensorEntry
-from hotset.checkpoint.packed import (
-    LEAST_TYPICAL,
-    MOST_SINGLE,
-    PackedEntry,
-    check_scales,
-    fold,
-)
-from hotset.checkpoint.reader import memory_of
-from hotset.core.errors import CheckpointError
 
 # Values along K that share a scale.
 INT4_GROUP = 32
@@ -92,17 +80,6 @@ TARGETS = {
     )
 }
 
-# `quantization_config` of gpt-oss, as published.
-MXFP4_CONFIG: dict[str, Any] = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": [
-        "model.layers.*.self_attn",
-        "model.layers.*.mlp.router",
-        "model.embed_tokens",
-        "lm_head",
-    ],
-}
-
 
 def quantise(weight_NK: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
     """A matrix in one of `TARGETS`: suffix -> tensor, `weight_packed`, `weight_scale`, ...
@@ -113,55 +90,6 @@ def quantise(weight_NK: torch.Tensor, target: str) -> dict[str, torch.Tensor]:
     """
     made = {"int4": _int4, "fp8": _fp8, "nvfp4": _nvfp4, "mxfp4": _mxfp4}[target]
     return made(weight_NK.float())
-
-
-def quantise_checked(
-    weight_NK: torch.Tensor, target: Target, name: str, file: Path
-) -> dict[str, torch.Tensor]:
-    """As `quantise`, with contiguous tensors that whoever loads them takes.
-
-    Args:
-        weight_NK: [N, K], any float dtype.
-        target: the format.
-        name: of the matrix, for messages.
-        file: that it was read from, likewise.
-
-    Raises:
-        CheckpointError: weights as no training leaves them, which `packed.check_scales` would not
-            load in this format, or whose scales overflow.
-    """
-    tensors = {
-        suffix: tensor.contiguous() for suffix, tensor in quantise(weight_NK, target.name).items()
-    }
-    entries = [
-        TensorEntry(
-            f"{name}.{suffix}",
-            file,
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            0,
-            tensor.nbytes,
-        )
-        for suffix, tensor in tensors.items()
-    ]
-    # Recognised by their names as they will be when they are read.
-    (entry,) = fold(CheckpointIndex({entry.name: entry for entry in entries}), None).values()
-    assert isinstance(entry, PackedEntry), entry
-    cause: CheckpointError | None = None
-    if all(is_finite(tensor) for tensor in tensors.values()):
-        try:
-            check_scales([(entry, {s: memory_of(tensors[s]) for s in entry.parts})])
-        except CheckpointError as error:
-            cause = error  # its hint is for who reads
-        else:
-            return tensors
-    largest = weight_NK.float().abs().amax(1)
-    raise CheckpointError(
-        f"`{name}` of `{file}` cannot be written in {target.name}: the largest weights of its rows "
-        f"are {largest.median():.3g} (typical) and {largest.max():.3g} (any), expected "
-        f"{LEAST_TYPICAL:.3g} to {entry.format.most_typical:.0f} and at most {MOST_SINGLE:.0f}",
-        hint="no training leaves such weights: download the checkpoint again, or use it as it is",
-    ) from cause
 
 
 def _int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -25,11 +25,12 @@ from hotset.checkpoint.convert import convert_expert
 from hotset.checkpoint.files import read_json
 from hotset.checkpoint.index import CheckpointIndex, TensorEntry
 from hotset.checkpoint.jobs import sources_of
+from hotset.checkpoint.loadable import quantise_checked
 from hotset.checkpoint.mapping import ExpertPiece, KeyMap
 from hotset.checkpoint.packed import PackedEntry
 from hotset.checkpoint.params import ExpertParam
 from hotset.checkpoint.reader import ShardReader
-from hotset.checkpoint.rtn import MXFP4_CONFIG, Target, quantise, quantise_checked
+from hotset.checkpoint.rtn import Target, quantise
 from hotset.checkpoint.writer import Output, Piece, write_shards
 from hotset.core.errors import CapacityError, CheckpointError, ConfigError
 from hotset.core.units import MIB, format_bytes
@@ -37,6 +38,16 @@ from hotset.core.units import MIB, format_bytes
 # Small files that go along; weights in other formats do not.
 _TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 _COPY_BYTES = 16 * MIB
+# `quantization_config` of gpt-oss, as published.
+MXFP4_CONFIG: dict[str, Any] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 
 
 @dataclass(frozen=True)

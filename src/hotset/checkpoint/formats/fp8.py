@@ -39,7 +39,7 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float8_e8m0fnu", "uint8")
 _ACTIVATIONS = ("input_scale", "activation_scale", "qscale_act")
 _SCALES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
 
-_MOST_BLOCK = 2**31
+_MOST_BLOCK = 2**31  # torch repeats a scale no more often than it can count
 _DEFAULT_BLOCK = (128, 128)
 _MX_BLOCK = (1, 32)
 

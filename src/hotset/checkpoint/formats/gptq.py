@@ -23,7 +23,6 @@ from hotset.checkpoint.formats.base import (
     declared_group,
     expect,
     group_size,
-    located,
 )
 from hotset.checkpoint.formats.bits import bytes_of_nibbles, nibbles_of_words
 from hotset.checkpoint.formats.int4 import (
@@ -31,6 +30,7 @@ from hotset.checkpoint.formats.int4 import (
     SYMMETRIC_ZERO,
     checked_groups,
     column_order,
+    missing,
 )
 from hotset.checkpoint.quantised import Declared
 from hotset.core.errors import CheckpointError
@@ -87,10 +87,7 @@ class Gptq(MatrixFormat):
         symmetric = declared.flag("sym", default=True)
         ordered = declared.flag("desc_act", default=False)
         if ordered and "g_idx" not in group:
-            raise CheckpointError(
-                f"{located(codes)} has no `g_idx`, and `{declared.path}` says `desc_act` true",
-                hint="the tensor is missing: download the checkpoint again",
-            )
+            raise missing(codes, "g_idx", f"`{declared.path}` says `desc_act` true")
         offset = _zero_offset(declared, symmetric=symmetric)
         return cls((rows, columns), size, scales.dtype, symmetric, offset, ordered)
 
@@ -181,13 +178,14 @@ def _zero_offset(declared: Declared, *, symmetric: bool) -> int:
     """
     names = (declared.values.get(key) for key in ("checkpoint_format", "format"))
     said = str(next((name for name in names if name), "gptq"))
-    if said.lower() not in _OFFSETS and not symmetric:
+    offset = _OFFSETS.get(said.lower())
+    if offset is None and not symmetric:
         raise CheckpointError(
             f"`{declared.path}` says `{said}`, which does not tell what stored zero points mean; "
             f"hotset reads {' and '.join(_OFFSETS)}",
             hint="name the one in `checkpoint_format` that the weights were written as",
         )
-    return _OFFSETS.get(said.lower(), 1)
+    return _OFFSETS["gptq"] if offset is None else offset
 
 
 def require_four_bits(declared: Declared) -> None:

@@ -196,6 +196,14 @@ def check_shape(tensors: Tensors, shape: tuple[int, ...]) -> None:
         )
 
 
+def missing(codes: TensorEntry, suffix: str, promise: str) -> CheckpointError:
+    """The error of codes without a companion that the config promises."""
+    return CheckpointError(
+        f"{located(codes)} has no `{suffix}`, and {promise}",
+        hint="the tensor is missing: download the checkpoint again",
+    )
+
+
 def _require_companions(group: Group, weights: list[Mapping[str, object]]) -> None:
     """Requires what all of the config's groups of 4 bits say that there is: without it, zero points
     would be taken for 8, and columns for those of their place.
@@ -211,11 +219,7 @@ def _require_companions(group: Group, weights: list[Mapping[str, object]]) -> No
     }
     for suffix, (words, said) in needed.items():
         if said and all(said) and suffix not in group:
-            raise CheckpointError(
-                f"{located(group['weight_packed'])} has no `{suffix}`, and `quantization_config` "
-                f"says {words}",
-                hint="the tensor is missing: download the checkpoint again",
-            )
+            raise missing(group["weight_packed"], suffix, f"`quantization_config` says {words}")
 
 
 def _refuse_other_widths(codes: TensorEntry, weights: tuple[Mapping[str, object], ...]) -> None:

@@ -37,13 +37,10 @@ RING = Staging(65, 8)
 WITHIN = 0.10
 # The commits whose rows are predicted; of a prompt that was measured at two, the rows of the later
 # one count.
-MEASURED_AT = ("b7d3087", "57cc1c8")
-# Tokens of a chunk and records of a buffer of the plans that ran; all but INT4 were told chunks.
-CHUNKS = {"plain": 32_768, "int4": 4096, "mxfp4": 8192, "fp8": 8192}
-BUFFERS = {"plain": 49, "int4": 49, "mxfp4": 49, "fp8": 34}
-# NVFP4 takes 1.28 times its prediction: the device makes weights of it more slowly than it moves
-# their bytes, which the model does not know (docs/log.md).
-NOT_PREDICTED = {"nvfp4"}
+MEASURED_AT = ("57cc1c8", "1b2e1b7")
+# Tokens of a chunk and records of a buffer of the plans that ran.
+CHUNKS = {"plain": 32_768, "int4": 8192, "mxfp4": 8192, "nvfp4": 8192, "fp8": 8192}
+BUFFERS = {"plain": 49, "int4": 49, "mxfp4": 49, "nvfp4": 49, "fp8": 34}
 
 
 def model() -> ModelGeometry:
@@ -248,7 +245,6 @@ def measured_prompts() -> list[MeasuredPrompt]:
     return [
         MeasuredPrompt(*key, *figures["first token"], figures["link bytes"][0])
         for key, figures in found.items()
-        if key[0] not in NOT_PREDICTED
     ]
 
 
@@ -274,5 +270,5 @@ def test_each_figure_is_needed(without: str) -> None:
         "gemm_tflops": {"gemm_tflops": None, "expert_tflops": None, "attention_tflops": None},
     }[without]
     prompts = measured_prompts()
-    assert len(prompts) == 10
+    assert len(prompts) == 11
     assert not all(prompt.is_predicted(replace(rates, **changed)) for prompt in prompts)

@@ -26,12 +26,9 @@ class OwnCache:
 
 OWN_CACHE = (
     OwnCache(
-        "caches more than keys, values and a state (DynamicIndexedLayer)",
-        "keep the keys of an indexer too, which chooses what is attended to",
-        (
-            *("axk2", "deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4"),
-            "mistral_large4",
-        ),
+        "keeps latents and has sinks",
+        "keep latents and have attention sinks as well",
+        ("hy_v4",),
     ),
     OwnCache(
         "caches more than keys, values and a state (Deepseek",

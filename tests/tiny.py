@@ -134,7 +134,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         }
     },
     # its attention layers take no rotary part
-    "glm5_next_text": {"qk_rope_head_dim": 0},
+    "glm5_next_text": {"qk_rope_head_dim": 0, "index_kpool": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_moe": {"head_dim": 8},
     # padding ids are cut off the logits

@@ -32,7 +32,9 @@ def latent_rows(shape: Shape, seed: int = 0) -> Rows:
     return rows
 
 
-def decode_latents(kernels: AttentionKernels, rows: Rows, laid: Laid) -> torch.Tensor:
+def decode_latents(
+    kernels: AttentionKernels, rows: Rows, laid: Laid, *, many: bool = False
+) -> torch.Tensor:
     rank = rows.shape.value_dim
     return kernels.decode_latents(
         rows.q_BQD[..., :rank],
@@ -42,4 +44,5 @@ def decode_latents(kernels: AttentionKernels, rows: Rows, laid: Laid) -> torch.T
         laid.block_table_BN,
         laid.lengths_B,
         scale=rows.shape.scale,
+        many=many,
     )

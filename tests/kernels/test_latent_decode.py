@@ -25,6 +25,7 @@ SHAPES = {
     "Mistral 4": latent_shape((21,), 32, 256, 64, FP16),
     "fp32": latent_shape((70, 0, 33), 4, 16, 8),
     "fp32, heads cut": latent_shape((9,), 19, 48, 24),
+    "no rotary part": latent_shape((21, 3), 4, 32, 0, BF16),
     "widths that are padded": latent_shape((18, 5), 5, 80, 24, BF16, block_tokens=8),
 }
 
@@ -36,6 +37,12 @@ def test_within_the_derived_bound(kernels: AttentionKernels, name: str) -> None:
     out = decode_latents(kernels, rows, lay_out(rows))
     assert out.dtype == rows.shape.dtype and out.is_contiguous()
     oracle(rows).check(out)
+
+
+def test_rows_that_are_not_cut() -> None:
+    """As tokens of a prompt are: many rows, a whole context each."""
+    rows = latent_rows(latent_shape((70, 0, 33), 4, 48, 24, BF16))
+    oracle(rows).check(decode_latents(TRITON, rows, lay_out(rows), many=True))
 
 
 @pytest.mark.parametrize("kernels", [TRITON, REFERENCE], ids=lambda k: k.name)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask, sdpa_mask
+from transformers.masking_utils import eager_mask
 
 from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.kernels.attention import AttentionKernels
@@ -72,8 +73,13 @@ class Stock:
 
 
 @torch.no_grad()
-def generate_stock(name: str, prompts: list[list[int]], num_tokens: int) -> Stock:
-    model = make_model(name)
+def generate_stock(
+    name: str, prompts: list[list[int]], num_tokens: int, *, config: Any = None
+) -> Stock:
+    """Args:
+    config: instead of that of `make_model`.
+    """
+    model = make_model(name) if config is None else build_tiny(name, config=config)
     found = find_attention(model)
     assert found.ok, found.reason
     stock = Stock(model, found.layers, prompts, states=found.states)
@@ -207,9 +213,7 @@ def _erring_attention(
     return out + 2 * error * noise, weights
 
 
-AttentionInterface.register("erring_sdpa", _erring_attention)
 AttentionInterface.register("erring_eager", _erring_attention)
-AttentionMaskInterface.register("erring_sdpa", sdpa_mask)
 AttentionMaskInterface.register("erring_eager", eager_mask)
 
 
@@ -226,7 +230,12 @@ def _erring(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_hook(add_error))
     config: Any = model.config
-    with AttentionSwitch(model).using(f"erring_{config._attn_implementation}"):
-        yield
+    if config._attn_implementation == "eager":
+        with AttentionSwitch(model).using("erring_eager"):
+            yield
+    else:
+        # Under its own name, by which indexers make their mask.
+        with patch.dict(AttentionInterface._global_mapping, {"sdpa": _erring_attention}):
+            yield
     for hook in hooks:
         hook.remove()

@@ -22,7 +22,7 @@ REFUSED = {name: why.reason for why in OWN_CACHE for name in why.model_types}
 STATES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), ({0, 2}, {1, 3})),
     **dict.fromkeys(("granitemoehybrid", "lfm2_moe"), ({0, 2}, {1, 3})),
-    **dict.fromkeys(("bailing_hybrid", "kimi_linear"), ({0, 2}, {1, 3})),
+    **dict.fromkeys(("bailing_hybrid", "glm5_next", "kimi_linear"), ({0, 2}, {1, 3})),
     "nemotron_h": ({0}, {2}),
     "jamba": ({0, 1, 2, 3, 5, 6, 7}, {4}),
     "zaya": ({0, 1, 2, 3}, {0, 1, 2, 3}),

@@ -74,6 +74,10 @@ class DecodeRun:
         for pair in self._pool.pools.values():
             for tensor in pair:
                 tensor.normal_()
+        for index in self._pool.indices.values():
+            index.keys.normal_()
+            if index.recent is not None:
+                index.recent.normal_()
 
     def measure(self, placement: Placement, policy: Policy) -> Measured:
         """Steps that begin with these owners of slots, filled as the policy wishes.

@@ -201,6 +201,41 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """How a layer chooses the positions that each token attends to (DeepSeek Sparse Attention).
+
+    A candidate's score is sum_h w_h relu(q_h . k): w and q are of the token, k is kept of the
+    candidate. Candidates are positions, or whole pools of neighbouring ones; with pools, the
+    positions behind the last whole one are attended to in any case.
+
+    Attributes:
+        num_heads: of q and w.
+        dim: of q and k.
+        top_k: most positions that are chosen; a multiple of `pool`.
+        pool: positions of one candidate.
+    """
+
+    num_heads: int
+    dim: int
+    top_k: int
+    pool: int = 1
+
+    @property
+    def most_chosen(self) -> int:
+        """Positions that a token attends to at most."""
+        return self.top_k + self.pool - 1
+
+    def token_bytes(self, element_bytes: int) -> int:
+        """Of keys, for each position of a context; rounded up."""
+        return -(-self.dim * element_bytes // self.pool)
+
+    def row_bytes(self, element_bytes: int) -> int:
+        """For each sequence besides: keys and gates of the newest positions, of which no key of a
+        pool is made yet."""
+        return 2 * self.pool * self.dim * element_bytes if self.pool > 1 else 0
+
+
+@dataclass(frozen=True)
 class AttentionLayer:
     """One layer that keeps keys and values, or latents that become keys and values.
 
@@ -211,6 +246,8 @@ class AttentionLayer:
         num_kv_heads, key_dim, value_dim: of keys and values as they are attended to.
         window: most positions attended to, the current one included; `None` for all.
         latent: what is kept instead of them; `None` where they are kept themselves.
+        indexer: the layer's own, whose keys are kept too; `None` where it has none, be it that all
+            is attended to or what a layer before it has chosen.
     """
 
     path: str
@@ -221,6 +258,7 @@ class AttentionLayer:
     value_dim: int
     window: int | None
     latent: Latent | None = None
+    indexer: Indexer | None = None
 
     @property
     def cached(self) -> tuple[int, int, int]:

@@ -95,6 +95,7 @@ class AttentionKernels:
         lengths_B: torch.Tensor,
         *,
         scale: float,
+        many: bool = False,
     ) -> torch.Tensor:
         """Attends with one query token a row in latent space: what is cached of a position is one
         latent and one rotary key for all heads, and the latent is its value too.
@@ -106,6 +107,8 @@ class AttentionKernels:
             rope_pool: [num_blocks, block_tokens, 1, D].
             block_table_BN, lengths_B: as in `decode`; the table holds whole rows.
             scale: of q . k, both parts added.
+            many: so many rows that a row need not be cut along its context: the tokens of a prompt.
+                Bits are others then.
 
         Returns:
             [B, Hq, R], weighted sums of latents, contiguous; bits as in `decode`.
@@ -129,7 +132,40 @@ class AttentionKernels:
             block_table_BN,
             lengths_B,
             scale=scale,
+            many=many,
         )
+
+    def index_scores(
+        self,
+        q_NHD: torch.Tensor,
+        weights_NH: torch.Tensor,
+        key_pool: torch.Tensor,
+        table_RN: torch.Tensor,
+        counts_N: torch.Tensor,
+    ) -> torch.Tensor:
+        """How much each query wants each candidate: sum_h w_h relu(q_h . k), the indexer of
+        DeepSeek Sparse Attention (`transformers`' `DeepseekV32Indexer`).
+
+        Args:
+            q_NHD: [N, H, D].
+            weights_NH: FP32 [N, H], contiguous.
+            key_pool: [num_blocks, block_keys, D], dtype of `q_NHD`.
+            table_RN: int32 block ids, a row for each query or one row for all.
+            counts_N: int32 [N], candidates of each query; 0 for padding.
+
+        Returns:
+            FP32 [N, P], P = all that the table has room for; -inf behind a query's candidates.
+        """
+        assert q_NHD.shape[:2] == weights_NH.shape and q_NHD.shape[2] == key_pool.shape[2]
+        assert q_NHD.dtype == key_pool.dtype and weights_NH.dtype == torch.float32
+        assert len(table_RN) in (1, len(q_NHD)) and counts_N.shape == q_NHD.shape[:1]
+        assert key_pool.is_contiguous() and table_RN.stride(1) == 1 and weights_NH.is_contiguous()
+        assert table_RN.dtype == counts_N.dtype == torch.int32 and counts_N.is_contiguous()
+        if self.name == "reference":
+            index_scores = reference.index_scores
+        else:
+            from hotset.kernels.index_scores import index_scores
+        return index_scores(_whole_heads(q_NHD), weights_NH, key_pool, table_RN, counts_N)
 
     def prefill(
         self,

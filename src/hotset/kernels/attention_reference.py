@@ -73,6 +73,7 @@ def decode_latents(
     lengths_B: torch.Tensor,
     *,
     scale: float,
+    many: bool = False,
 ) -> torch.Tensor:
     """[B, Hq, R] in the dtype of `q_BQR`; see `attention.AttentionKernels.decode_latents`.
 
@@ -89,6 +90,29 @@ def decode_latents(
             keys = torch.cat((latent_P1R, rope_P1D), dim=-1)
             out_BQR[row] = attend(q_BQK[row], keys, latent_P1R, scale=scale)
     return out_BQR
+
+
+def index_scores(
+    q_NHD: torch.Tensor,
+    weights_NH: torch.Tensor,
+    key_pool: torch.Tensor,
+    table_RN: torch.Tensor,
+    counts_N: torch.Tensor,
+) -> torch.Tensor:
+    """FP32 [N, P]; see `attention.AttentionKernels.index_scores`."""
+    num_queries = len(q_NHD)
+    out_NP = weights_NH.new_full((num_queries, table_RN.shape[1] * key_pool.shape[1]), -torch.inf)
+    # Queries of one sequence together.
+    each = num_queries if len(table_RN) == 1 else 1
+    for row, table_N in enumerate(table_RN):
+        of = slice(row * each, (row + 1) * each)
+        most = int(counts_N[of].max())
+        keys_PD = gather_rows(key_pool[:, :, None], table_N, range(most))[:, 0]
+        products_NHP = torch.einsum("nhd,pd->nhp", q_NHD[of].float(), keys_PD.float())
+        scores_NP = (weights_NH[of, :, None] * products_NHP.relu()).sum(1)
+        unseen_NP = torch.arange(most, device=keys_PD.device) >= counts_N[of, None]
+        out_NP[of, :most] = scores_NP.masked_fill(unseen_NP, -torch.inf)
+    return out_NP
 
 
 def attend(

@@ -28,11 +28,12 @@ def _copy_heads(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: [HEADS, DIM] with any head stride to contiguous."""
-    element = tl.arange(0, BLOCK)
-    real = element < HEADS * DIM
-    at = (element // DIM) * head_stride + element % DIM
-    tl.store(target + element, tl.load(source + at, mask=real), mask=real)
+    """One token: [HEADS, DIM] with any head stride to contiguous; a rotary part may have no DIM."""
+    if DIM > 0:
+        element = tl.arange(0, BLOCK)
+        real = element < HEADS * DIM
+        at = (element // DIM) * head_stride + element % DIM
+        tl.store(target + element, tl.load(source + at, mask=real), mask=real)
 
 
 @triton.jit
@@ -158,7 +159,7 @@ def _writes(
         "KEY_DIM": key_dim,
         "VALUE_DIM": value_dim,
         "KEY_BLOCK": triton.next_power_of_2(at_once * key_dim),
-        "VALUE_BLOCK": triton.next_power_of_2(at_once * value_dim),
+        "VALUE_BLOCK": max(1, triton.next_power_of_2(at_once * value_dim)),
         "ROWS": triton.next_power_of_2(num_heads),
         "FP8": is_fp8,
         "num_warps": 4,

@@ -39,14 +39,17 @@ _PROGRAMS = 256
 _REDUCE_VALUES = 8 * 1024
 
 
-def launch_shape(*, num_heads: int, rank: int, element_bytes: int) -> Launch:
+def launch_shape(*, num_heads: int, rank: int, element_bytes: int, many: bool = False) -> Launch:
     """The launch of a shape; the same for every batch, length and capacity.
 
     `rows` are the query heads of one program.
+
+    Args:
+        many: rows are so many that none is cut.
     """
     rows = min(max(16, triton.next_power_of_2(num_heads)), _MOST_ROWS[element_bytes])
     splits = triton.next_power_of_2(_PROGRAMS // triton.cdiv(num_heads, rows))
-    splits = min(max(splits, 16), 128)
+    splits = 1 if many else min(max(splits, 16), 128)
     return Launch(
         tile=min(max(_TILE_BYTES // (_columns(rank) * element_bytes), 16), 64),
         splits=splits,
@@ -85,7 +88,8 @@ def _latent_kernel(
     latent_at = row * latent_row_stride + head[:, None] * latent_head_stride + c[None, :]
     rope_at = row * rope_row_stride + head[:, None] * rope_head_stride + d[None, :]
     q_latent = tl.load(q_BQR + latent_at, mask=real[:, None] & (c < RANK)[None, :], other=0.0)
-    q_rope = tl.load(q_BQD + rope_at, mask=real[:, None] & (d < ROPE_DIM)[None, :], other=0.0)
+    if ROPE_DIM > 0:
+        q_rope = tl.load(q_BQD + rope_at, mask=real[:, None] & (d < ROPE_DIM)[None, :], other=0.0)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, RANK_COLS), tl.float32)
@@ -95,10 +99,11 @@ def _latent_kernel(
         inside = position < length
         slot = slots_of(table, position, inside, num_blocks, BLOCK_TOKENS, 0)
         latent = load_heads(latent_pool, slot, 0, inside, 1, RANK, RANK_COLS)
-        rope = load_heads(rope_pool, slot, 0, inside, 1, ROPE_DIM, ROPE_COLS)
         s = dot(q_latent, tl.trans(latent), tl.zeros((ROWS, TILE), tl.float32), INTERPRET)
-        s = dot(q_rope, tl.trans(rope), s, INTERPRET) * scale
-        s = tl.where(inside[None, :], s * _LOG2_E, float("-inf"))
+        if ROPE_DIM > 0:
+            rope = load_heads(rope_pool, slot, 0, inside, 1, ROPE_DIM, ROPE_COLS)
+            s = dot(q_rope, tl.trans(rope), s, INTERPRET)
+        s = tl.where(inside[None, :], s * scale * _LOG2_E, float("-inf"))
         m, total, acc = take_in(s, latent, m, total, acc, INTERPRET)
 
     # [B, Hq, splits of the grid]; unused splits stay unwritten and are never read.
@@ -118,6 +123,7 @@ def decode_latents(
     lengths_B: torch.Tensor,
     *,
     scale: float,
+    many: bool = False,
 ) -> torch.Tensor:
     """[B, Hq, R] in the dtype of `q_BQR`; see `attention.AttentionKernels.decode_latents`.
 
@@ -126,7 +132,9 @@ def decode_latents(
     """
     batch, num_heads, rank = q_BQR.shape
     block_tokens, rope_dim = latent_pool.shape[1], rope_pool.shape[-1]
-    launch = launch_shape(num_heads=num_heads, rank=rank, element_bytes=q_BQR.element_size())
+    launch = launch_shape(
+        num_heads=num_heads, rank=rank, element_bytes=q_BQR.element_size(), many=many
+    )
     splits = most_splits(launch, block_table_BN.shape[1] * block_tokens, None)
     acc_BQSR = q_BQR.new_empty(batch, num_heads, splits, rank, dtype=torch.float32)
     stats_BQS2 = q_BQR.new_empty(batch, num_heads, splits, 2, dtype=torch.float32)

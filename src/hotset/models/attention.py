@@ -7,20 +7,26 @@ cache's `update` returns is what the library hands to the attention function, th
 would expand latents to keys and values on the way (`expand_kv`), the view passes through. Nothing
 is bound to modules for longer than a forward, and nothing is global.
 
+A model whose indexers choose what is attended to runs as `hotset_chosen`: it asks for a mask that
+it can slice, and hands on what was chosen (`indexers`).
+
 A compiler that meets the cache or `_attend` breaks its graph there and runs them as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
-IMPLEMENTATION = "hotset"
+from hotset.models import indexers
+from hotset.models.indexers import Selection
+
+IMPLEMENTATION, CHOSEN = "hotset", "hotset_chosen"
 
 # What a model may pass to its attention function and ours need not know: the mask and the cache
 # carry positions and windows, and there is no dropout when a model only runs.
@@ -63,14 +69,19 @@ class KVView(Protocol):
         cached of it before them."""
 
     def attend_latents(
-        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+        self,
+        q_BQTD: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        scale: float,
+        selection: Selection | None,
     ) -> torch.Tensor:
         """The same where latents are cached, which `weight` [Hq * (N + Dv), R] expands to the
-        first N columns of keys and to values."""
+        first N columns of keys and to values; of what was chosen, if anything was."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _attend(
+def _attend(  # noqa: PLR0913 - the library's
     module: nn.Module,
     query: torch.Tensor,
     key: object,
@@ -80,6 +91,7 @@ def _attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    selection: Selection | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """What the library calls in every attention layer whose implementation is `hotset`.
@@ -99,11 +111,42 @@ def _attend(
     if view.keeps_latents:
         assert softcap is None and s_aux is None
         weight = cast(torch.Tensor, cast(nn.Module, module.kv_b_proj).weight)
-        return view.attend_latents(query, weight, scale=scale), None
+        out = view.attend_latents(query, weight, scale=scale, selection=selection)
+        return out, None
+    assert selection is None
     return view.attend(query, scale=scale, softcap=softcap, sinks_Q=s_aux), None
 
 
+def _attend_chosen(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: object,
+    value: object,
+    attention_mask: object = None,
+    *,
+    indices: Selection | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """`_attend` of a model with indexers, which passes what was chosen as indices or as a mask."""
+    others["selection"] = selection_of(attention_mask, indices)
+    out: tuple[torch.Tensor, None] = _attend(module, query, key, value, **others)
+    return out
+
+
+def selection_of(attention_mask: object, indices: object) -> Selection | None:
+    """What was chosen, among the arguments of an attention function."""
+    return next((x for x in (indices, attention_mask) if isinstance(x, Selection)), None)
+
+
+def _no_mask(**arguments: Any) -> torch.Tensor:
+    """A mask of the right kind with nothing in it, for indexers that slice one."""
+    shape = (arguments["batch_size"], 1, arguments["q_length"], 1)
+    return torch.zeros(1, dtype=torch.bool, device=arguments["device"]).expand(shape)
+
+
 AttentionInterface.register(IMPLEMENTATION, _attend)
+AttentionInterface.register(CHOSEN, _attend_chosen)
+AttentionMaskInterface.register(CHOSEN, _no_mask)
 
 # (first, second tensor that a cache's `update` returned) -> keys, values
 Expand = Callable[[Any, Any], tuple[Any, Any]]
@@ -129,39 +172,41 @@ class AttentionSwitch:
         configs = (getattr(module, "config", None) for module in model.modules())
         distinct = {id(c): c for c in configs if isinstance(c, PretrainedConfig)}
         self._configs = list(distinct.values())
-        self._expanding = [module for module in model.modules() if hasattr(module, "expand_kv")]
+        self.expanding = [module for module in model.modules() if hasattr(module, "expand_kv")]
+        self.choosing = indexers.replacements(model)
+        expanding = [(module, "expand_kv", _pass_through) for module in self.expanding]
+        self._replaced = [*expanding, *self.choosing]
 
     @contextmanager
     def using(
-        self, name: str, expand: Callable[[nn.Module], Expand] | None = None
+        self, name: str, replaced: Sequence[tuple[nn.Module, str, Any]] = ()
     ) -> Iterator[None]:
         """Within the block all attention layers use the implementation `name`; behind it what they
         used before, which in a block within a block is the outer one's.
 
         Args:
-            expand: makes what a module that keeps latents uses instead of its `expand_kv`.
+            replaced: (module, attribute, what it is within the block).
         """
         before = [config._attn_implementation for config in self._configs]
-        own = [vars(module).get("expand_kv") for module in self._expanding]
+        own = [vars(module).get(attribute) for module, attribute, _ in replaced]
         for config in self._configs:
             config._attn_implementation_internal = name
-        for module in self._expanding:
-            if expand is not None:
-                vars(module)["expand_kv"] = expand(module)
+        for module, attribute, other in replaced:
+            vars(module)[attribute] = other
         try:
             yield
         finally:
             for config, earlier in zip(self._configs, before, strict=True):
                 config._attn_implementation_internal = earlier
-            for module, outer in zip(self._expanding, own, strict=True):
+            for (module, attribute, _), outer in zip(replaced, own, strict=True):
                 if outer is not None:
-                    vars(module)["expand_kv"] = outer
+                    vars(module)[attribute] = outer
                 else:
-                    vars(module).pop("expand_kv", None)  # the class's own shows again
+                    vars(module).pop(attribute, None)  # the class's own shows again
 
     def decode(self) -> AbstractContextManager[None]:
         """Within the block: attention over a KV pool, without masks."""
-        return self.using(IMPLEMENTATION, lambda module: _pass_through)
+        return self.using(CHOSEN if self.choosing else IMPLEMENTATION, self._replaced)
 
 
 @contextmanager

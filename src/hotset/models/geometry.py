@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from hotset.core.geometry import (
     ModelGeometry,
     MoELayer,
 )
+from hotset.core.kv_dtype import kept_bytes
 from hotset.core.record import DTYPE_BYTES
 from hotset.models.attention_probe import find_attention
 from hotset.models.footprint import Footprint, measure
@@ -291,6 +292,7 @@ def _geometry(
     resident += sum(b.numel() * b.element_size() for b in model.buffers())
     used: Footprint = measure(model, text.vocab_size)
     attention = find_attention(model)  # with the experts that `measure` has bound
+    used = _with_our_indices(used, attention.layers, DTYPE_BYTES[dtype])
     return ModelGeometry(
         model_type=config.model_type,
         dtype=dtype,
@@ -317,6 +319,23 @@ def _geometry(
         activation_bytes_per_pair=0 if attention.ok else used.activation_bytes_per_pair,
         continues_in_chunks=config.model_type not in _CONTINUED_BY_TOKEN,
         recurrent=_is_recurrent(text),
+    )
+
+
+def _with_our_indices(
+    used: Footprint, layers: Sequence[AttentionLayer], element_bytes: int
+) -> Footprint:
+    """With what our indexers keep: one key for each pool, where the stock one keeps every token."""
+    indexers = [layer.indexer for layer in layers if layer.indexer is not None]
+    if not indexers:
+        return used
+    keys = sum(indexer.token_bytes(element_bytes) for indexer in indexers)
+    recent = sum(indexer.row_bytes(element_bytes) for indexer in indexers)
+    return replace(
+        used,
+        kv_bytes_per_token=sum(kept_bytes(layer, element_bytes, fp8=False) for layer in layers)
+        + keys,
+        kv_fixed_bytes=used.kv_fixed_bytes + recent,
     )
 
 

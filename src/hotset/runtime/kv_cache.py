@@ -19,8 +19,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 from hotset.core.geometry import AttentionLayer
 from hotset.experts.transfer import send
 from hotset.kernels.attention import AttentionKernels
+from hotset.models.indexers import IndexKeys, PooledKeys, Selection
 from hotset.models.latents import attend_absorbed, by_head
-from hotset.runtime.kv_pool import KVPool
+from hotset.runtime.choosing import Chooser
+from hotset.runtime.kv_pool import KVPool, as_tokens
 from hotset.runtime.state_rows import StateView
 
 
@@ -53,6 +55,11 @@ class KVCache(Cache):
     get_recurrent_state = torch.compiler.disable(Cache.get_recurrent_state)
     update_conv_state = torch.compiler.disable(Cache.update_conv_state)
     update_recurrent_state = torch.compiler.disable(Cache.update_recurrent_state)
+    update_indexer = torch.compiler.disable(Cache.update_indexer)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Of a mask that nobody looks into (`models.attention`)."""
+        return 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Nothing is taken back: `crop` is refused."""
@@ -165,12 +172,17 @@ class _DecodeLayer(CacheLayerMixin):
         self._kernels, self._window, self._latent = batch.kernels, layer.window, layer.latent
         self.keeps_latents = layer.latent is not None
         assert layer.window is None or not self.keeps_latents
+        # Stock code that makes a mask of what was chosen asks for it, and hands it to us.
+        self.shape = (0, 0, 0, 0)
         self._pool = (
             *batch.pool.pools[layer.index],
             batch.tables[layer.window],
             batch.lengths_B,
         )
         self._exponents = batch.pool.exponents[layer.index]
+        self._rows_B = batch.rows_B
+        index = batch.pool.indices.get(layer.index)
+        self._chooser = None if index is None else Chooser(index, batch.kernels)
         self.is_sliding = layer.window is not None
         self.is_initialized = True
 
@@ -205,13 +217,37 @@ class _DecodeLayer(CacheLayerMixin):
         )
         return out_BQD.unsqueeze(1)
 
+    def update_indexer(self, new: torch.Tensor | PooledKeys) -> IndexKeys:
+        """Writes [B, 1, D], or what pooled keys are made of."""
+        assert self._chooser is not None
+        _, _, *rows = self._pool
+        self._chooser.index.append(new, self._rows_B, *rows)
+
+        def choose(q_BTHD: torch.Tensor, weights_BTH: torch.Tensor, top_k: int) -> Selection:
+            assert self._chooser is not None and top_k == self._chooser.indexer.top_k
+            return self._chooser.of_rows(q_BTHD, weights_BTH, *rows)
+
+        return IndexKeys(choose)
+
     def attend_latents(
-        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+        self,
+        q_BQTD: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        scale: float,
+        selection: Selection | None,
     ) -> torch.Tensor:
         assert q_BQTD.shape[2] == 1 and self._latent is not None
+        latents, rope, table, lengths = self._pool
+        if selection is not None and selection.slots_NK is not None:
+            assert selection.counts_N is not None
+            latents, rope = as_tokens(latents), as_tokens(rope)
+            table, lengths = selection.slots_NK, selection.counts_N
 
         def attend(q_BQR: torch.Tensor, q_BQD: torch.Tensor) -> torch.Tensor:
-            return self._kernels.decode_latents(q_BQR, q_BQD, *self._pool, scale=scale)
+            return self._kernels.decode_latents(
+                *(q_BQR, q_BQD, latents, rope, table, lengths), scale=scale
+            )
 
         weight_QER = by_head(weight, q_BQTD.shape[1])
         out_BQV = attend_absorbed(q_BQTD[:, :, 0], weight_QER, self._latent.rope_dim, attend)
@@ -221,7 +257,8 @@ class _DecodeLayer(CacheLayerMixin):
         raise AssertionError("the rows of a decode step have no one length")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        raise AssertionError("a decode step has no mask")
+        """Of a mask that nobody looks into (`models.attention`)."""
+        return query_length, 0
 
     def get_max_length(self) -> int:
         raise AssertionError("the rows of a decode step have no one length")

@@ -4,10 +4,10 @@ A *row* is one sequence. Layers of one kind (full attention, or one sliding wind
 ids: block 7 of a row is block 7 in each of them. A row of a window owns a ring of blocks that is
 reused, one of full attention as many as it is long, and what a layer carries in a state of fixed
 size has its place in `state_rows`. Where a layer keeps latents they lie where others have keys, and
-their rotary parts where others have values. A row that is opened with a promise gets its
-blocks whenever it needs them: more is never promised than there is, so nothing is evicted in the
-middle of an answer. Ownership and lengths live on the host, as plain numbers; what a step needs of
-them on the device, the step has (`kv_cache`).
+their rotary parts where others have values; what an indexer keeps lies in `index_pool`. A row that
+is opened with a promise gets its blocks whenever it needs them: more is never promised than there
+is, so nothing is evicted in the middle of an answer. Ownership and lengths live on the host, as
+plain numbers; what a step needs of them on the device, the step has (`kv_cache`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.core.kv_dtype import kept_bytes
 from hotset.kernels.attention import ring_blocks
 from hotset.kernels.kv_fp8 import E4M3_NAN
+from hotset.runtime.index_pool import IndexPool, index_pool_bytes
 from hotset.runtime.kv_blocks import BlockAllocator, PrefixIndex
 from hotset.runtime.state_rows import StateRows
 
@@ -113,6 +114,19 @@ class KVPool:
             if poison:
                 keys.fill_(E4M3_NAN if fp8 else torch.nan)
                 values.fill_(E4M3_NAN if fp8 else torch.nan)
+        self.indices = {
+            layer.index: IndexPool(
+                layer.indexer,
+                num_blocks=sizes[layer.window][1],
+                block_tokens=block_tokens,
+                num_rows=num_rows,
+                dtype=dtype,
+                device=device,
+                poison=poison,
+            )
+            for layer in layers
+            if layer.indexer is not None
+        }
         self.states = StateRows(
             states, num_rows=num_rows, num_places=num_places, device=device, poison=poison
         )
@@ -129,7 +143,8 @@ class KVPool:
     def nbytes(self) -> int:
         """Bytes of keys and values; equal to what `kv_pool_bytes` says beforehand."""
         pairs = [*self.pools.values(), *(pair for pair in self.exponents.values() if pair)]
-        return sum(tensor.nbytes for pair in pairs for tensor in pair)
+        indices = sum(index.nbytes for index in self.indices.values())
+        return sum(tensor.nbytes for pair in pairs for tensor in pair) + indices
 
     @property
     def num_full_blocks(self) -> tuple[int, int]:
@@ -246,6 +261,11 @@ class KVPool:
         return min(-(-num_tokens // self.block_tokens), kind.row_blocks)
 
 
+def as_tokens(pool: torch.Tensor) -> torch.Tensor:
+    """A pool's blocks as blocks of one token, for a table of chosen tokens."""
+    return pool.flatten(0, 1)[:, None]
+
+
 def kv_pool_bytes(
     layers: Sequence[AttentionLayer],
     *,
@@ -256,11 +276,18 @@ def kv_pool_bytes(
     full_tokens: int | None = None,
     fp8: bool = False,
 ) -> int:
-    """Bytes that keys and values of a `KVPool` with these arguments take."""
+    """Bytes that keys and values of a `KVPool` with these arguments take, and keys of indexers."""
     sizes = _num_blocks(layers, num_rows, context_tokens, block_tokens, full_tokens)
-    return sum(
+    total = sum(
         sizes[layer.window][1] * block_tokens * kept_bytes(layer, element_bytes, fp8=fp8)
         for layer in layers
+    )
+    return total + index_pool_bytes(
+        layers,
+        num_blocks=sizes[None][1] if None in sizes else 0,
+        block_tokens=block_tokens,
+        num_rows=num_rows,
+        element_bytes=element_bytes,
     )
 
 

@@ -17,9 +17,15 @@ from hotset.core.geometry import AttentionLayer
 from hotset.experts.transfer import sent
 from hotset.kernels.attention import AttentionKernels
 from hotset.kernels.kv_fp8 import dequantise, rounded
-from hotset.models.latents import attend_expanded, by_head
-from hotset.runtime.kv_pool import KVKind, KVPool
+from hotset.models.indexers import IndexKeys, PooledKeys, Selection
+from hotset.models.latents import attend_absorbed, attend_expanded, by_head
+from hotset.runtime.choosing import Chooser
+from hotset.runtime.kv_pool import KVKind, KVPool, as_tokens
 from hotset.runtime.state_rows import StateView
+
+# Tokens that attend to what was chosen for them at a time: with 64 heads of 512 columns their sums
+# in FP32 take 32 MiB.
+CHOSEN_TOKENS = 256
 
 
 class PrefillStep:
@@ -111,7 +117,12 @@ class _PrefillLayer(CacheLayerMixin):
         self._exponents = step.pool.exponents[layer.index]
         self.keeps_latents = layer.latent is not None
         assert layer.window is None or not self.keeps_latents
+        # Stock code that makes a mask of what was chosen asks for it, and hands it to us.
+        self.shape = (0, 0, 0, 0)
         self._attended: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._latent = layer.latent
+        index = step.pool.indices.get(layer.index)
+        self._chooser = None if index is None else Chooser(index, step.kernels)
         self.is_sliding = layer.window is not None
         self.is_initialized = True
 
@@ -168,17 +179,68 @@ class _PrefillLayer(CacheLayerMixin):
             sinks_Q=sinks_Q,
         )[None]
 
+    def update_indexer(self, new: torch.Tensor | PooledKeys) -> IndexKeys:
+        """Writes [1, T, D], or what pooled keys are made of."""
+        assert self._chooser is not None
+        step, table_1N = self._step, self._kind.table_1N
+        self._chooser.index.extend(new, step.row, table_1N[0], step.start)
+
+        def choose(q_BTHD: torch.Tensor, weights_BTH: torch.Tensor, top_k: int) -> Selection:
+            assert self._chooser is not None and top_k == self._chooser.indexer.top_k
+            return self._chooser.of_prompt(q_BTHD, weights_BTH, table_1N, step.start)
+
+        return IndexKeys(choose)
+
     def attend_latents(
-        self, q_BQTD: torch.Tensor, weight: torch.Tensor, *, scale: float
+        self,
+        q_BQTD: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        scale: float,
+        selection: Selection | None,
     ) -> torch.Tensor:
         assert self._attended is not None
         (latents_1PR, rope_1PD), self._attended = self._attended, None
-        weight_QER = by_head(weight, q_BQTD.shape[1])
-        return attend_expanded(
-            *(q_BQTD[0], latents_1PR[0], rope_1PD[0], weight_QER),
-            kernels=self._step.kernels,
-            scale=scale,
-        )[None]
+        weight_QER, kernels = by_head(weight, q_BQTD.shape[1]), self._step.kernels
+        q_QTD, latents_PR, rope_PD = q_BQTD[0], latents_1PR[0], rope_1PD[0]
+        if selection is None or selection.slots_NK is None:
+            out_TQV = attend_expanded(
+                *(q_QTD, latents_PR, rope_PD, weight_QER), kernels=kernels, scale=scale
+            )
+            return out_TQV[None]
+        num_dense, parts = selection.num_dense, []
+        if num_dense:
+            seen = len(latents_PR) - q_QTD.shape[1] + num_dense
+            parts.append(
+                attend_expanded(
+                    *(q_QTD[:, :num_dense], latents_PR[:seen], rope_PD[:seen], weight_QER),
+                    kernels=kernels,
+                    scale=scale,
+                )
+            )
+        parts += self._attend_chosen(q_QTD[:, num_dense:], weight_QER, selection, scale)
+        return torch.cat(parts)[None]
+
+    def _attend_chosen(
+        self, q_QTD: torch.Tensor, weight_QER: torch.Tensor, selection: Selection, scale: float
+    ) -> list[torch.Tensor]:
+        """[T, Hq, V] in parts: each token to what was chosen for it, in latent space, where what
+        is chosen for one need not be expanded for it alone."""
+        assert self._latent is not None and selection.slots_NK is not None
+        assert selection.counts_N is not None
+        pools, parts = [as_tokens(pool) for pool in self._pools], []
+        for first in range(0, q_QTD.shape[1], CHOSEN_TOKENS):
+            of = slice(first, first + CHOSEN_TOKENS)
+            rows = selection.slots_NK[of], selection.counts_N[of]
+
+            def attend(q_BQR: torch.Tensor, q_BQD: torch.Tensor, rows: Any = rows) -> torch.Tensor:
+                return self._step.kernels.decode_latents(
+                    *(q_BQR, q_BQD, *pools, *rows), scale=scale, many=True
+                )
+
+            q_TQD = q_QTD[:, of].transpose(0, 1)
+            parts.append(attend_absorbed(q_TQD, weight_QER, self._latent.rope_dim, attend))
+        return parts
 
     def get_seq_length(self) -> int:
         return self._step.start

@@ -22,8 +22,10 @@ from hotset.core.units import MIB
 from hotset.kernels import latent_decode
 from hotset.kernels.attention_decode import launch_shape, workspace_bytes
 from hotset.models.latents import EXPANDED_BYTES, expanded_elements
+from hotset.runtime.choosing import CANDIDATE_BYTES, CHOOSING_BYTES, choosing_bytes
 from hotset.runtime.known_rates import described
 from hotset.runtime.kv_pool import BLOCK_TOKENS, kv_pool_bytes
+from hotset.runtime.kv_prefill import CHOSEN_TOKENS
 from hotset.runtime.probe import probe_machine
 from hotset.runtime.state_rows import state_bytes
 
@@ -177,6 +179,36 @@ def _expanded(geometry: ModelGeometry) -> Iterator[Workspace]:
             return  # layers of one model are alike, and run one after the other
 
 
+def _chosen(geometry: ModelGeometry, config: EngineConfig) -> Iterator[Workspace]:
+    """What indexers take: to choose for tokens of a prompt and for the rows of captured steps, and
+    for each token of a prompt where what was chosen lies, beside its queries in latent space."""
+    layers = [layer for layer in geometry.attention if layer.indexer is not None]
+    if not layers:
+        return
+    layer = layers[0]  # layers of one model are alike, and run one after the other
+    assert layer.indexer is not None and layer.latent is not None
+    size, indexer = DTYPE_BYTES[geometry.dtype], layer.indexer
+    width = layer.latent.rank + layer.latent.rope_dim
+    # Queries in latent space and their rotary parts, sums in FP32 and rounded, and in between.
+    attending = CHOSEN_TOKENS * layer.num_heads * width * (4 + 4 * size)
+    name, note = "chosen tokens", "scores of an indexer, its choice, and what attends to it"
+    yield Workspace(
+        name,
+        note,
+        bytes_per_token=4 * (indexer.most_chosen + 1) + layer.num_heads * layer.value_dim * size,
+        # A context that is no longer than what may be chosen needs none of it.
+        bytes_per_context_token=-(-(CHOOSING_BYTES + attending) // indexer.top_k),
+        most_context_bytes=CHOOSING_BYTES + attending,
+    )
+    rows = sum(config.batch_sizes)
+    yield Workspace(
+        name,
+        note,
+        fixed_bytes=rows * choosing_bytes(indexer, 0),
+        bytes_per_context_token=rows * -(-CANDIDATE_BYTES // indexer.pool),
+    )
+
+
 def _captured_note(config: EngineConfig) -> str:
     if config.batch_invariant:
         return f"kept by the captured decode steps of {config.max_batch} rows, one for each"
@@ -195,6 +227,7 @@ def _workspaces(
             note += ", and states that a decode step works on"
         yield Workspace("KV blocks", note, fixed_bytes=_rounding(geometry, config))
     yield from _expanded(geometry)
+    yield from _chosen(geometry, config)
     if config.kv_dtype is not None:
         yield Workspace(
             "KV codes",

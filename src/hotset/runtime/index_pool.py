@@ -9,6 +9,7 @@ the KV pool has is where padding is written. Knows rows, positions and places; n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,14 +17,24 @@ from hotset.core.geometry import AttentionLayer, Indexer
 from hotset.models.indexers import PooledKeys, pool_keys
 
 
+@dataclass(frozen=True)
+class BlocksOf:
+    """The KV pool whose blocks are spoken of: of full attention."""
+
+    num_blocks: int
+    block_tokens: int
+    num_rows: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class IndexPool:
     """Keys of one layer's indexer.
 
     Args:
         indexer: whose.
-        num_blocks, block_tokens, num_rows: of the KV pool.
-        dtype, device: of its tensors.
-        poison: fill them with NaN.
+        of: the KV pool.
+        poison: fill its tensors with NaN.
 
     Attributes:
         keys: [num_blocks + 1, block_tokens / pool, D].
@@ -31,27 +42,18 @@ class IndexPool:
             [num_rows + 1, pool, 2 D]; `None` where a candidate is a position.
     """
 
-    def __init__(
-        self,
-        indexer: Indexer,
-        *,
-        num_blocks: int,
-        block_tokens: int,
-        num_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        poison: bool = False,
-    ) -> None:
-        assert block_tokens % indexer.pool == 0, (block_tokens, indexer)
-        self.indexer, self.block_tokens = indexer, block_tokens
-        make = torch.full if poison else torch.empty
-        fill = (torch.nan,) if poison else ()
-        shape = (num_blocks + 1, block_tokens // indexer.pool, indexer.dim)
-        self.keys: torch.Tensor = make(shape, *fill, dtype=dtype, device=device)
+    def __init__(self, indexer: Indexer, of: BlocksOf, *, poison: bool = False) -> None:
+        assert of.block_tokens % indexer.pool == 0, (of, indexer)
+        self.indexer, self.block_tokens = indexer, of.block_tokens
+
+        def make(*shape: int) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=of.dtype, device=of.device)
+            return tensor.fill_(torch.nan) if poison else tensor
+
+        self.keys = make(of.num_blocks + 1, of.block_tokens // indexer.pool, indexer.dim)
         self.recent: torch.Tensor | None = None
         if indexer.pool > 1:
-            shape = (num_rows + 1, indexer.pool, 2 * indexer.dim)
-            self.recent = make(shape, *fill, dtype=dtype, device=device)
+            self.recent = make(of.num_rows + 1, indexer.pool, 2 * indexer.dim)
 
     @property
     def nbytes(self) -> int:

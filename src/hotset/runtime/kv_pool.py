@@ -24,7 +24,7 @@ from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.core.kv_dtype import kept_bytes
 from hotset.kernels.attention import ring_blocks
 from hotset.kernels.kv_fp8 import E4M3_NAN
-from hotset.runtime.index_pool import IndexPool, index_pool_bytes
+from hotset.runtime.index_pool import BlocksOf, IndexPool, index_pool_bytes
 from hotset.runtime.kv_blocks import BlockAllocator, PrefixIndex
 from hotset.runtime.state_rows import StateRows
 
@@ -114,16 +114,10 @@ class KVPool:
             if poison:
                 keys.fill_(E4M3_NAN if fp8 else torch.nan)
                 values.fill_(E4M3_NAN if fp8 else torch.nan)
+        _, num_blocks = sizes.get(None, (0, 0))
+        of_pool = BlocksOf(num_blocks, block_tokens, num_rows, dtype, device)
         self.indices = {
-            layer.index: IndexPool(
-                layer.indexer,
-                num_blocks=sizes[layer.window][1],
-                block_tokens=block_tokens,
-                num_rows=num_rows,
-                dtype=dtype,
-                device=device,
-                poison=poison,
-            )
+            layer.index: IndexPool(layer.indexer, of_pool, poison=poison)
             for layer in layers
             if layer.indexer is not None
         }

@@ -81,7 +81,7 @@ def test_the_plan_knows_what_is_kept(family: Family) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "why"), [("deepseek_v3", "latents"), ("glm_moe_dsa", "library's cache")]
+    ("model_type", "why"), [("deepseek_v3", "latents"), ("minimax", "library's cache")]
 )
 def test_what_cannot_be_kept_so_is_refused(
     model_type: str, why: str, tmp_path_factory: pytest.TempPathFactory

@@ -13,6 +13,7 @@ from hotset.core.errors import HardwareError
 from hotset.runtime.engine import Engine
 from hotset.runtime.kv_blocks import PrefixIndex
 from hotset.runtime.requests import Request
+from parity.test_indexed import indexed_config
 from scheduling import Answers
 
 CHUNK, CONTEXT = 64, 256
@@ -23,9 +24,12 @@ SECOND = [*FIRST[:140], *text(40, seed=2)]
 OTHERS = [SECOND[:101], SECOND[:120], SECOND[:133], SECOND[:170]]
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return make_family(request.param, tmp_path_factory.mktemp("model"))
+    """Keys and values, latents, and what is chosen by keys that lie in reused blocks too."""
+    name = request.param
+    options = {"config": indexed_config(name)} if name == "glm_moe_dsa" else {}
+    return make_family(name, tmp_path_factory.mktemp("model"), **options)
 
 
 def make_engine(

@@ -246,6 +246,26 @@ def test_large_contexts_of_unfused_attention_do_not_crowd_out_slots() -> None:
     assert plan.context_tokens < model.max_context
 
 
+@pytest.mark.parametrize("most", [64 * MIB, 2 * GIB])
+def test_what_a_context_takes_at_most_does_not_keep_it_short(most: int) -> None:
+    """A workspace that grows by 128 KiB a token up to a most is no more than that: as if it were
+    fixed. The control: one that goes on growing cuts the context."""
+    model = pooled(qwen3_30b())
+    grows = Workspace("latents", "of a fake model", bytes_per_context_token=128 * 1024)
+
+    def context(*workspaces: Workspace) -> int:
+        plan = make_plan(model, gpu(), PlanRequest(), workspaces=workspaces).require_fit()
+        assert plan.num_slots < model.num_records, "or the context would be the longest"
+        return plan.context_tokens
+
+    capped = context(replace(grows, most_context_bytes=most))
+    fixed = context(replace(grows, bytes_per_context_token=0, fixed_bytes=most))
+    forever = context(grows)
+    assert forever <= capped <= context()
+    if most == 64 * MIB:  # which a context of 512 tokens has reached, one of 16,384 the other
+        assert capped >= fixed - 512 and capped > 1.5 * forever
+
+
 def pooled(model: ModelGeometry) -> ModelGeometry:
     """The same with attention over a pool: no masks, and prompts whose chunks run together."""
     layer = AttentionLayer("a", 0, 32, 4, 128, 128, None)

@@ -334,13 +334,19 @@ class Charges:
         per_token = 0 if self._kv_tokens else self.geometry.kv_bytes_per_token
         return self.cache_bytes(longest) - per_token * longest
 
-    def bytes_per_context_token(self, prefill_chunk: int) -> int:
-        """Cache and workspaces that one more token of context takes, beyond `ROW_TOKENS`."""
+    def context_bytes(self, prefill_chunk: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Two bounds of what a context takes beyond `ROW_TOKENS`, (bytes, bytes for each token):
+        cache and workspaces; in the first one those that have a most grow for ever, in the second
+        one they are at it from the start."""
+        capped = [w for w in self.workspaces if w.most_context_bytes is not None]
         cache = 0 if self._kv_tokens else self.geometry.kv_bytes_per_token
-        return cache + sum(
+        growing = cache + sum(
             workspace.bytes_per_context_token + workspace.bytes_per_pair * prefill_chunk
             for workspace in self.workspaces
         )
+        most = sum(workspace.most_context_bytes or 0 for workspace in capped)
+        below = sum(workspace.bytes_per_context_token for workspace in capped)
+        return (0, growing), (most, growing - below)
 
     def _cache(self, context_tokens: int) -> Iterator[Line]:
         rows = f" of {self.num_rows} rows" if self.num_rows > 1 else ""

@@ -239,10 +239,11 @@ class _Shares:
         chunk = self.request.prefill_chunk or CHUNK_FLOOR_TOKENS
         floor = min(self.longest, max(CONTEXT_FLOOR_TOKENS, chunk))
         left = share // CONTEXT_PART - self.charges.cache_fixed_bytes
-        per_token = self.charges.bytes_per_context_token(chunk)
-        if per_token == 0:
-            return self.longest
-        return max(floor, self._rounded(min(self.longest, left // per_token)))
+        fits = 0
+        for most, per_token in self.charges.context_bytes(chunk):
+            tokens = (left - most) // per_token if per_token else self.longest
+            fits = max(fits, tokens if left >= most else 0)
+        return max(floor, self._rounded(min(self.longest, fits)))
 
     def _rounded(self, tokens: int) -> int:
         if tokens >= self.longest:

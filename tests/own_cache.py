@@ -26,11 +26,6 @@ class OwnCache:
 
 OWN_CACHE = (
     OwnCache(
-        "keeps latents and has sinks",
-        "keep latents and have attention sinks as well",
-        ("hy_v4",),
-    ),
-    OwnCache(
         "caches more than keys, values and a state (Deepseek",
         "compress keys and values of blocks of tokens",
         ("deepseek_v4",),

@@ -43,7 +43,7 @@ def test_tokens_of_a_prompt_attend_to_what_is_chosen(rope: int) -> None:
     attention_oracle(rows).check(decode_latents(TRITON, rows, lay_out(rows), many=True))
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "glm5_next"])
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4"])
 def test_captured_steps_choose(model_type: str, tmp_path: Path) -> None:
     """Rows of different length, of which some see more than may be chosen; captured and launch by
     launch, and nothing falls back."""

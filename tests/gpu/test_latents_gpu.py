@@ -26,6 +26,7 @@ SHAPES = {
     "DeepSeek-V2-Lite": latent_shape((3000,), 16, 512, 64, BF16, block_tokens=32),
     "GLM-4.7-Flash": latent_shape((8192, 31), 20, 512, 64, BF16, block_tokens=32),
     "Mistral 4": latent_shape((700, 5), 32, 256, 64, BF16, block_tokens=32),
+    "HY-V4": latent_shape((2500, 0, 31), 32, 512, 64, BF16, block_tokens=32, sinks=True),
     "fp32": latent_shape((900, 31), 20, 512, 64, block_tokens=32),
 }
 

@@ -44,5 +44,6 @@ def decode_latents(
         laid.block_table_BN,
         laid.lengths_B,
         scale=rows.shape.scale,
+        sinks_Q=rows.sinks_Q,
         many=many,
     )

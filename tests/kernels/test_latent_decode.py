@@ -25,6 +25,7 @@ SHAPES = {
     "Mistral 4": latent_shape((21,), 32, 256, 64, FP16),
     "fp32": latent_shape((70, 0, 33), 4, 16, 8),
     "fp32, heads cut": latent_shape((9,), 19, 48, 24),
+    "sinks": latent_shape((20, 0, 3), 5, 32, 16, BF16, sinks=True),
     "no rotary part": latent_shape((21, 3), 4, 32, 0, BF16),
     "widths that are padded": latent_shape((18, 5), 5, 80, 24, BF16, block_tokens=8),
 }

@@ -11,10 +11,9 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
+from transformers import AttentionInterface, AutoConfig
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import eager_mask
 
 from hotset.core.geometry import AttentionLayer, StateLayer
 from hotset.kernels.attention import AttentionKernels
@@ -200,10 +199,8 @@ def _erring_attention(
     attention_mask: torch.Tensor | None = None,
     **arguments: Any,
 ) -> tuple[torch.Tensor, Any]:
-    if module.config._attn_implementation == "erring_eager":
-        stock = sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
-    else:
-        stock = sdpa_attention_forward
+    is_eager = module.config._attn_implementation == "eager"
+    stock = _EAGER[type(module).__module__] if is_eager else sdpa_attention_forward
     out, weights = stock(module, query, key, value, attention_mask, **arguments)
     # Weights err by what scores err by, some eps of sum |q||k|; a sum of n terms by sqrt(n) eps.
     keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
@@ -213,8 +210,8 @@ def _erring_attention(
     return out + 2 * error * noise, weights
 
 
-AttentionInterface.register("erring_eager", _erring_attention)
-AttentionMaskInterface.register("erring_eager", eager_mask)
+# Modeling file -> its own attention function, while an erring one is in its place.
+_EAGER: dict[str, Any] = {}
 
 
 @contextmanager
@@ -229,12 +226,14 @@ def _erring(model: nn.Module, generator: torch.Generator) -> Iterator[None]:
         object.__setattr__(module, "erring", generator)
         if isinstance(module, nn.Linear):
             hooks.append(module.register_forward_hook(add_error))
+    # Under their own names, by which indexers make their mask.
     config: Any = model.config
     if config._attn_implementation == "eager":
-        with AttentionSwitch(model).using("erring_eager"):
+        file, name = sys.modules[type(model).__module__], "eager_attention_forward"
+        _EAGER[file.__name__] = getattr(file, name)
+        with patch.object(file, name, _erring_attention):
             yield
     else:
-        # Under its own name, by which indexers make their mask.
         with patch.dict(AttentionInterface._global_mapping, {"sdpa": _erring_attention}):
             yield
     for hook in hooks:

@@ -38,8 +38,8 @@ from tiny import build_tiny, tiny_config
 
 TOP_K = 12
 NUM_TOKENS = 24
-# One indexer for each layer; shared by layers behind it; no low rank of queries; pools of four.
-MODELS = ["deepseek_v32", "glm_moe_dsa", "glm5_next"]
+# One indexer for each layer; shared by layers behind it; pools of four; sinks.
+MODELS = ["deepseek_v32", "glm_moe_dsa", "glm5_next", "hy_v4"]
 ALIKE = ["axk2", "mistral_large4"]
 
 
@@ -49,7 +49,7 @@ def indexed_config(name: str) -> Any:
     # Scores that are exactly 0, all heads below it, are equal, and stock chooses any: few of them.
     text.index_n_heads = 16
     text.index_topk = TOP_K
-    if name == "glm_moe_dsa":
+    if name in ("glm_moe_dsa", "hy_v4"):
         text.indexer_types = ["full", "shared", "full", "shared"]
     return config
 

@@ -95,6 +95,7 @@ class AttentionKernels:
         lengths_B: torch.Tensor,
         *,
         scale: float,
+        sinks_Q: torch.Tensor | None = None,
         many: bool = False,
     ) -> torch.Tensor:
         """Attends with one query token a row in latent space: what is cached of a position is one
@@ -107,6 +108,7 @@ class AttentionKernels:
             rope_pool: [num_blocks, block_tokens, 1, D].
             block_table_BN, lengths_B: as in `decode`; the table holds whole rows.
             scale: of q . k, both parts added.
+            sinks_Q: as in `decode`.
             many: so many rows that a row need not be cut along its context: the tokens of a prompt.
                 Bits are others then.
 
@@ -119,6 +121,7 @@ class AttentionKernels:
         assert q_BQD.shape[::2] == (len(lengths_B), rope_pool.shape[3])
         assert q_BQR.dtype == q_BQD.dtype == latent_pool.dtype == rope_pool.dtype
         assert len(block_table_BN) == len(lengths_B)
+        assert sinks_Q is None or sinks_Q.shape == (q_BQR.shape[1],)
         _check_pool(latent_pool, rope_pool, block_table_BN, lengths_B)
         if self.name == "reference":
             decode_latents = reference.decode_latents
@@ -132,6 +135,7 @@ class AttentionKernels:
             block_table_BN,
             lengths_B,
             scale=scale,
+            sinks_Q=sinks_Q,
             many=many,
         )
 

@@ -73,6 +73,7 @@ def decode_latents(
     lengths_B: torch.Tensor,
     *,
     scale: float,
+    sinks_Q: torch.Tensor | None = None,
     many: bool = False,
 ) -> torch.Tensor:
     """[B, Hq, R] in the dtype of `q_BQR`; see `attention.AttentionKernels.decode_latents`.
@@ -88,7 +89,7 @@ def decode_latents(
                 for pool in (latent_pool, rope_pool)
             )
             keys = torch.cat((latent_P1R, rope_P1D), dim=-1)
-            out_BQR[row] = attend(q_BQK[row], keys, latent_P1R, scale=scale)
+            out_BQR[row] = attend(q_BQK[row], keys, latent_P1R, scale=scale, sinks_Q=sinks_Q)
     return out_BQR
 
 

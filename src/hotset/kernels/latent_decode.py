@@ -1,7 +1,7 @@
 """Decode attention in latent space (MLA) over a pool of blocks: every query head, one latent head.
 
     s_p  = scale * (q_latent . c_p + q_rope . r_p)
-    out  = sum_p exp(s_p) c_p / sum_p exp(s_p)
+    out  = sum_p exp(s_p) c_p / (sum_p exp(s_p) + exp(sink))      the sink where there is one
 
 c_p [R] is the latent of position p and its value at once, so that a tile of it is read once for
 both; r_p [D] is the rotary part of the key. Cut along the context and summed as in
@@ -123,6 +123,7 @@ def decode_latents(
     lengths_B: torch.Tensor,
     *,
     scale: float,
+    sinks_Q: torch.Tensor | None = None,
     many: bool = False,
 ) -> torch.Tensor:
     """[B, Hq, R] in the dtype of `q_BQR`; see `attention.AttentionKernels.decode_latents`.
@@ -158,5 +159,5 @@ def decode_latents(
         num_warps=launch.warps,
         num_stages=launch.stages,
     )
-    sum_splits(acc_BQSR, stats_BQS2, lengths_B, out_BQR, launch=launch)
+    sum_splits(acc_BQSR, stats_BQS2, lengths_B, out_BQR, launch=launch, sinks_Q=sinks_Q)
     return out_BQR

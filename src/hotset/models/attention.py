@@ -74,6 +74,7 @@ class KVView(Protocol):
         weight: torch.Tensor,
         *,
         scale: float,
+        sinks_Q: torch.Tensor | None,
         selection: Selection | None,
     ) -> torch.Tensor:
         """The same where latents are cached, which `weight` [Hq * (N + Dv), R] expands to the
@@ -109,9 +110,9 @@ def _attend(  # noqa: PLR0913 - the library's
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     view = cast(KVView, key)
     if view.keeps_latents:
-        assert softcap is None and s_aux is None
+        assert softcap is None
         weight = cast(torch.Tensor, cast(nn.Module, module.kv_b_proj).weight)
-        out = view.attend_latents(query, weight, scale=scale, selection=selection)
+        out = view.attend_latents(query, weight, scale=scale, sinks_Q=s_aux, selection=selection)
         return out, None
     assert selection is None
     return view.attend(query, scale=scale, softcap=softcap, sinks_Q=s_aux), None

@@ -249,14 +249,13 @@ def _check_choice(layer: AttentionLayer, attended: Attended, known: dict[object,
 
 
 def _check_latents(layer: AttentionLayer, attended: Attended, known: dict[object, str]) -> None:
-    """The layer expands as ours do, and its function takes no more than scores.
+    """The layer expands as ours do, and its scores have no cap.
 
     Args:
         known: problems by kind of layer: a matrix of full size is looked at once.
     """
-    extra = FORMULA_ARGUMENTS - {"scaling"}
-    if any(attended.arguments.get(name) is not None for name in extra):
-        raise RefusedError(f"layer {layer.index} keeps latents and has sinks or a cap")
+    if attended.arguments.get("softcap") is not None:
+        raise RefusedError(f"layer {layer.index} keeps latents and caps its scores")
     kind = (repr(attended.module), replace(layer, path="", index=0))
     if kind not in known:
         known[kind] = expansion_problem(attended.module, layer)

@@ -60,6 +60,7 @@ def attend_expanded(
     *,
     kernels: AttentionKernels,
     scale: float,
+    sinks_Q: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The T newest of P tokens of one sequence, with keys and values of a few heads at a time.
 
@@ -67,6 +68,7 @@ def attend_expanded(
         q_QTK: [Hq, T, N + D].
         latents_PR, rope_PD: of all P tokens.
         weight_QER: W, [Hq, N + V, R].
+        sinks_Q: as in `AttentionKernels.prefill`.
 
     Returns:
         [T, Hq, V]; its bits depend on shapes alone.
@@ -78,12 +80,13 @@ def attend_expanded(
     at_a_time = max(1, EXPANDED_BYTES // (token_bytes * num_tokens))
     if at_a_time >= num_heads:
         keys, values = expand(latents_PR, rope_PD, weight_QER, value_dim=value_dim)
-        return kernels.prefill(q_QTK, keys, values, scale=scale)
+        return kernels.prefill(q_QTK, keys, values, scale=scale, sinks_Q=sinks_Q)
     out_TQV = q_QTK.new_empty(q_QTK.shape[1], num_heads, value_dim)
     for first in range(0, num_heads, at_a_time):
         heads = slice(first, first + at_a_time)
         keys, values = expand(latents_PR, rope_PD, weight_QER[heads], value_dim=value_dim)
-        out_TQV[:, heads] = kernels.prefill(q_QTK[heads], keys, values, scale=scale)
+        sinks = None if sinks_Q is None else sinks_Q[heads]
+        out_TQV[:, heads] = kernels.prefill(q_QTK[heads], keys, values, scale=scale, sinks_Q=sinks)
         del keys, values  # before the next ones are made
     return out_TQV
 

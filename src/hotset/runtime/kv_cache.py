@@ -235,6 +235,7 @@ class _DecodeLayer(CacheLayerMixin):
         weight: torch.Tensor,
         *,
         scale: float,
+        sinks_Q: torch.Tensor | None,
         selection: Selection | None,
     ) -> torch.Tensor:
         assert q_BQTD.shape[2] == 1 and self._latent is not None
@@ -246,7 +247,7 @@ class _DecodeLayer(CacheLayerMixin):
 
         def attend(q_BQR: torch.Tensor, q_BQD: torch.Tensor) -> torch.Tensor:
             return self._kernels.decode_latents(
-                *(q_BQR, q_BQD, latents, rope, table, lengths), scale=scale
+                *(q_BQR, q_BQD, latents, rope, table, lengths), scale=scale, sinks_Q=sinks_Q
             )
 
         weight_QER = by_head(weight, q_BQTD.shape[1])

@@ -7,6 +7,7 @@ attention function gets in place of keys and values. Knows one row and its posit
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -197,32 +198,36 @@ class _PrefillLayer(CacheLayerMixin):
         weight: torch.Tensor,
         *,
         scale: float,
+        sinks_Q: torch.Tensor | None,
         selection: Selection | None,
     ) -> torch.Tensor:
         assert self._attended is not None
         (latents_1PR, rope_1PD), self._attended = self._attended, None
-        weight_QER, kernels = by_head(weight, q_BQTD.shape[1]), self._step.kernels
-        q_QTD, latents_PR, rope_PD = q_BQTD[0], latents_1PR[0], rope_1PD[0]
-        if selection is None or selection.slots_NK is None:
-            out_TQV = attend_expanded(
-                *(q_QTD, latents_PR, rope_PD, weight_QER), kernels=kernels, scale=scale
-            )
-            return out_TQV[None]
-        num_dense, parts = selection.num_dense, []
+        weight_QER, q_QTD = by_head(weight, q_BQTD.shape[1]), q_BQTD[0]
+        num_tokens, num_dense, parts = q_QTD.shape[1], q_QTD.shape[1], []
+        if selection is not None and selection.slots_NK is not None:
+            num_dense = selection.num_dense
+            attend = partial(self._attend_chosen, scale=scale, sinks_Q=sinks_Q)
+            parts = attend(q_QTD[:, num_dense:], weight_QER, selection)
         if num_dense:
-            seen = len(latents_PR) - q_QTD.shape[1] + num_dense
-            parts.append(
-                attend_expanded(
-                    *(q_QTD[:, :num_dense], latents_PR[:seen], rope_PD[:seen], weight_QER),
-                    kernels=kernels,
-                    scale=scale,
-                )
+            seen = latents_1PR.shape[1] - num_tokens + num_dense
+            dense = attend_expanded(
+                *(q_QTD[:, :num_dense], latents_1PR[0, :seen], rope_1PD[0, :seen], weight_QER),
+                kernels=self._step.kernels,
+                scale=scale,
+                sinks_Q=sinks_Q,
             )
-        parts += self._attend_chosen(q_QTD[:, num_dense:], weight_QER, selection, scale)
-        return torch.cat(parts)[None]
+            parts = [dense, *parts]
+        return (torch.cat(parts) if len(parts) > 1 else parts[0])[None]
 
     def _attend_chosen(
-        self, q_QTD: torch.Tensor, weight_QER: torch.Tensor, selection: Selection, scale: float
+        self,
+        q_QTD: torch.Tensor,
+        weight_QER: torch.Tensor,
+        selection: Selection,
+        *,
+        scale: float,
+        sinks_Q: torch.Tensor | None,
     ) -> list[torch.Tensor]:
         """[T, Hq, V] in parts: each token to what was chosen for it, in latent space, where what
         is chosen for one need not be expanded for it alone."""
@@ -235,7 +240,7 @@ class _PrefillLayer(CacheLayerMixin):
 
             def attend(q_BQR: torch.Tensor, q_BQD: torch.Tensor, rows: Any = rows) -> torch.Tensor:
                 return self._step.kernels.decode_latents(
-                    *(q_BQR, q_BQD, *pools, *rows), scale=scale, many=True
+                    *(q_BQR, q_BQD, *pools, *rows), scale=scale, sinks_Q=sinks_Q, many=True
                 )
 
             q_TQD = q_QTD[:, of].transpose(0, 1)

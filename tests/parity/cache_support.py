@@ -166,6 +166,29 @@ def decode_both(
     return [torch.stack(parts) for parts in logits]
 
 
+def assert_own_bits(stock: Stock) -> None:
+    """The bits of a row are its own, whatever it shares the batch and the pool with."""
+    ours = Ours(stock, num_rows=2)
+
+    def run(row: int, place: int) -> torch.Tensor:
+        batch = DecodeBatch(ours.pool, 2, kernels=KERNELS)
+        ours.prefill(row, PROMPTS[1])
+        rows: list[int | None] = [None, None]
+        rows[place] = row
+        batch.assign(rows)
+        cache = KVCache(batch)
+        return torch.stack(
+            [ours.decode(batch, cache, [token] * 2)[place] for token in stock.tokens[1]]
+        )
+
+    row = ours.pool.open()
+    first = run(row, 0)
+    ours.pool.close(row)
+    other = ours.pool.open()
+    ours.prefill(other, PROMPTS[0])
+    assert torch.equal(run(ours.pool.open(), 1), first)
+
+
 def largest_difference(stock: Stock, logits: list[torch.Tensor]) -> float:
     pairs = zip(logits, stock.logits, strict=True)
     return max(float((ours - theirs).abs().max().nan_to_num(torch.inf)) for ours, theirs in pairs)

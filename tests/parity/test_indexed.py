@@ -23,12 +23,11 @@ from hotset.models import attention_watch, indexers
 from hotset.models.attention_probe import find_attention
 from hotset.models.geometry import build_meta
 from hotset.runtime import choosing, index_pool, kv_prefill
-from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from parity.cache_support import (
-    KERNELS,
     PROMPTS,
     Ours,
     Stock,
+    assert_own_bits,
     decode_both,
     generate_stock,
     largest_difference,
@@ -158,28 +157,8 @@ def test_a_context_without_choice_is_attended_to_whole() -> None:
 
 
 def test_the_bits_of_a_row_are_its_own() -> None:
-    """Whatever it shares the batch and the pool with."""
     name = "glm_moe_dsa"
-    stock = generate_stock(name, PROMPTS, 6, config=indexed_config(name))
-    ours = Ours(stock, num_rows=2)
-
-    def run(row: int, place: int) -> torch.Tensor:
-        batch = DecodeBatch(ours.pool, 2, kernels=KERNELS)
-        ours.prefill(row, PROMPTS[1])
-        rows: list[int | None] = [None, None]
-        rows[place] = row
-        batch.assign(rows)
-        cache = KVCache(batch)
-        return torch.stack(
-            [ours.decode(batch, cache, [token] * 2)[place] for token in stock.tokens[1]]
-        )
-
-    row = ours.pool.open()
-    first = run(row, 0)
-    ours.pool.close(row)
-    other = ours.pool.open()
-    ours.prefill(other, PROMPTS[0])
-    assert torch.equal(run(ours.pool.open(), 1), first)
+    assert_own_bits(generate_stock(name, PROMPTS, 6, config=indexed_config(name)))
 
 
 @pytest.mark.parametrize(("model_type", "pool"), [("deepseek_v32", 1), ("glm5_next", 4)])

@@ -22,13 +22,12 @@ from hotset.models.attention import AttentionSwitch
 from hotset.models.attention_probe import find_attention
 from hotset.models.geometry import build_meta
 from hotset.runtime import kv_cache
-from hotset.runtime.kv_cache import DecodeBatch, KVCache
 from hotset.runtime.planning import plan_engine
 from parity.cache_support import (
-    KERNELS,
     PROMPTS,
     Ours,
     Stock,
+    assert_own_bits,
     decode_both,
     generate_stock,
     largest_difference,
@@ -154,26 +153,7 @@ def test_what_is_expanded_is_planned(context: int) -> None:
 
 
 def test_the_bits_of_a_row_are_its_own(deepseek: Stock) -> None:
-    """Whatever it shares the batch and the pool with."""
-    ours = Ours(deepseek, num_rows=2)
-
-    def run(row: int, place: int) -> torch.Tensor:
-        batch = DecodeBatch(ours.pool, 2, kernels=KERNELS)
-        ours.prefill(row, PROMPTS[1])
-        rows: list[int | None] = [None, None]
-        rows[place] = row
-        batch.assign(rows)
-        cache = KVCache(batch)
-        return torch.stack(
-            [ours.decode(batch, cache, [token] * 2)[place] for token in deepseek.tokens[1]]
-        )
-
-    row = ours.pool.open()
-    first = run(row, 0)
-    ours.pool.close(row)
-    other = ours.pool.open()
-    ours.prefill(other, PROMPTS[0])
-    assert torch.equal(run(ours.pool.open(), 1), first)
+    assert_own_bits(deepseek)
 
 
 def test_the_switch_leaves_everything_as_it_was(deepseek: Stock) -> None:

@@ -19,6 +19,7 @@ from hotset.kernels import (
     attention_merge,
     attention_prefill,
     device,
+    index_scores,
     kv_write,
     latent_decode,
     rms_norm,
@@ -54,14 +55,24 @@ def layer(
     attention_decode.decode_attention(q_BQD, *pools, table_BN, lengths_B, scale=0.1, **how)
 
 
-def latents(num_heads: int, rank: int, rope: int, dtype: torch.dtype) -> None:
+def chosen(num_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """Scores of an indexer."""
+    q_NHD = torch.empty(2, num_heads, dim, dtype=dtype)
+    pool = torch.empty(8, 32, dim, dtype=dtype)
+    table_BN, counts_B = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    index_scores.index_scores(q_NHD, torch.empty(2, num_heads), pool, table_BN, counts_B)
+
+
+def latents(
+    num_heads: int, rank: int, rope: int, dtype: torch.dtype, *, many: bool = False
+) -> None:
     """One decode step of a layer that keeps latents."""
     pools = [torch.empty(8, 32, 1, dim, dtype=dtype) for dim in (rank, rope)]
     table_BN, lengths_B = torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     new = [torch.empty(2, 1, 1, dim, dtype=dtype) for dim in (rank, rope)]
     kv_write.write_kv(*new, *pools, table_BN, lengths_B)
     queries = [torch.empty(2, num_heads, dim, dtype=dtype) for dim in (rank, rope)]
-    latent_decode.decode_latents(*queries, *pools, table_BN, lengths_B, scale=0.1)
+    latent_decode.decode_latents(*queries, *pools, table_BN, lengths_B, scale=0.1, many=many)
 
 
 def prompt(
@@ -109,8 +120,14 @@ def main(capability: int) -> None:
         ("latents, 16 heads", 16, 512, 64, bf16),
         ("latents, 128 heads", 128, 512, 64, bf16),
         ("latents, fp32", 20, 512, 64, torch.float32),
+        ("latents, no rotary part", 64, 512, 0, bf16),
     ):
         latents(*widths)
+        rows.extend(compiled.facts(name))
+    latents(64, 512, 64, bf16, many=True)
+    rows.extend(compiled.facts("latents, rows not cut"))
+    for name, *widths in (("scores", 64, 128, bf16), ("scores, fp32", 32, 128, torch.float32)):
+        chosen(*widths)
         rows.extend(compiled.facts(name))
     for name, *shape in (
         ("prompt", 32, 4, 128, 128, bf16),

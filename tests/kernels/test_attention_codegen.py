@@ -11,6 +11,7 @@ from kernels.codegen import compile_facts
 PARTIAL, REDUCE, WRITE = "_partial_kernel", "_reduce_kernel", "_write_kernel"
 PREFILL, LATENT, MERGE = "_prefill_kernel", "_latent_kernel", "_merge_kernel"
 NORM, NORMS = "_rms_norm_kernel", ("norm of 128", "norm of 2048")
+INDEX, SCORES = "_index_kernel", ("scores", "scores, fp32")
 ROTARY, TURNED = "_rotary_kernel", ("rotary", "rotary, neighbours", "rotary, some pass")
 
 
@@ -41,7 +42,13 @@ def test_codes_come_16_bytes_at_a_time_and_meet_tensor_cores(
     assert row["async_copies_16_bytes"] + row["loads_16_bytes"] > 0, row
 
 
-@pytest.mark.parametrize("case", ["latents, 16 heads", "latents, 128 heads", "latents, fp32"])
+LATENTS = (
+    *("latents, 16 heads", "latents, 128 heads", "latents, fp32"),
+    *("latents, no rotary part", "latents, rows not cut"),
+)
+
+
+@pytest.mark.parametrize("case", LATENTS)
 def test_latents_stream_into_tensor_cores(
     facts: dict[tuple[str, str], dict[str, Any]], case: str
 ) -> None:
@@ -53,6 +60,14 @@ def test_latents_stream_into_tensor_cores(
         assert row["tensor_core"] == 0 and row["tf32"] == 0, row
     else:
         assert row["tensor_core"] > 0, row
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_scores_of_an_indexer(facts: dict[tuple[str, str], dict[str, Any]], case: str) -> None:
+    row = facts[case, INDEX]
+    assert row["loads_16_bytes"] + row["async_copies_16_bytes"] > 0, row
+    assert row["shared_bytes"] <= 99 * 1024, row
+    assert (row["tensor_core"] > 0) == (case == "scores") and row["tf32"] == 0, row
 
 
 def test_partial_results_are_summed_16_bytes_at_a_time(
@@ -97,14 +112,14 @@ def test_fp32_is_never_tf32(facts: dict[tuple[str, str], dict[str, Any]]) -> Non
 
 
 def test_every_kernel_compiles(facts: dict[tuple[str, str], dict[str, Any]]) -> None:
-    cases = {case for case, _ in facts} - {"merged", *NORMS, *TURNED}
+    cases = {case for case, _ in facts} - {"merged", *NORMS, *TURNED, *SCORES}
     prompts = {case for case in cases if case.startswith("prompt")}
     latents = {case for case in cases if case.startswith("latents")}
-    assert (len(prompts), len(latents), len(cases)) == (5, 3, 14)
+    assert (len(prompts), len(latents), len(cases)) == (5, 5, 16)
     expected = {(case, kernel) for case in cases - prompts for kernel in (REDUCE, WRITE)}
     expected |= {(case, PARTIAL) for case in cases - prompts - latents}
     expected |= {(case, LATENT) for case in latents}
     expected |= {(case, PREFILL) for case in prompts}
     expected |= {("merged", MERGE), *((case, NORM) for case in NORMS)}
-    expected |= {(case, ROTARY) for case in TURNED}
+    expected |= {(case, ROTARY) for case in TURNED} | {(case, INDEX) for case in SCORES}
     assert facts.keys() == expected

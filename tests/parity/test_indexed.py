@@ -178,9 +178,12 @@ def test_the_pool_holds_what_is_planned(model_type: str, pool: int) -> None:
     assert ours.pool.nbytes == 2 * 96 * geometry.kv_bytes_per_token + extra
 
 
-def _has_another_kink(model: Any, patch: pytest.MonkeyPatch) -> None:
-    names = {**vars(torch.nn.functional), "relu": torch.nn.functional.softplus}
-    patch.setattr(modeling_deepseek_v32, "F", SimpleNamespace(**names))
+def _with_kink(kink: Callable[[Any], Any]) -> Callable[..., None]:
+    def change(model: Any, patch: pytest.MonkeyPatch) -> None:
+        names = {**vars(torch.nn.functional), "relu": kink}
+        patch.setattr(modeling_deepseek_v32, "F", SimpleNamespace(**names))
+
+    return change
 
 
 def _attends_to_everything(model: Any, patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +199,10 @@ def _attends_to_everything(model: Any, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_has_another_kink, "an indexer computes with its keys (`softplus`)"),
+        (_with_kink(torch.nn.functional.softplus), "computes with its keys (`softplus`)"),
+        (_with_kink(lambda x: x.clamp(min=0)), "an indexer uses `clamp` of its products"),
+        (_with_kink(abs), "an indexer computes with its keys (bad operand type"),
+        (_with_kink(lambda x: x * x), "an indexer scales its products by more than a number"),
         (_attends_to_everything, "layer 0 chooses, and attends to everything"),
     ],
 )

@@ -151,6 +151,11 @@ def _forward(
             model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     except UnknownIndexerError as refused:
         raise RefusedError(f"an indexer {refused}") from refused
+    except TypeError as error:
+        if not switch.choosing:
+            raise
+        # An operator that what stands for an indexer's keys does not have.
+        raise RefusedError(f"an indexer computes with its keys ({error})") from error
 
 
 def _check_kinds(model: PreTrainedModel, cache: DynamicCache) -> DynamicCache:

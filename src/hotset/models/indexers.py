@@ -65,7 +65,7 @@ def pool_keys(
 Choose = Callable[[torch.Tensor, torch.Tensor, int], Selection]
 
 
-class UnknownIndexerError(Exception):
+class UnknownIndexerError(AttributeError):
     """What a stock indexer does with its keys, as a clause."""
 
 
@@ -76,7 +76,8 @@ class IndexKeys:
 
     Attributes:
         choose: asks the cache.
-        step: what it stands for: keys, products, heads (after the relu), scores, masked, chosen.
+        step: what it stands for, from keys over products, heads (behind the relu) and scores to
+            indices.
         query: q of the products, and
         weights: w of the scores.
         scale: factor of the products.
@@ -93,6 +94,9 @@ class IndexKeys:
         if self.step != after:
             raise UnknownIndexerError(f"takes its {self.step} for {after}")
         return replace(self, step=step, **found)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownIndexerError(f"uses `{name}` of its {self.step}")
 
     def transpose(self, *dims: int) -> IndexKeys:
         return self._next("turned keys", after="keys")
